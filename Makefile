@@ -1,0 +1,33 @@
+# `make demo` and `make test` work from nothing: each makes .venv and installs what it needs, once.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint types pytest bench clean
+
+demo: $(INSTALLED)
+	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/digits.py
+
+test: lint types pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+pytest: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/overhead.py --write
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv

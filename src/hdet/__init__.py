@@ -1,0 +1,28 @@
+"""HDET: data-parallel replicas that tune their hyperparameters while they train.
+
+Read `hdet.ensemble` first: its `step()` is the protocol.
+"""
+
+from hdet.controllers import Controller, Fixed, Observation, Report, Softmax
+from hdet.ensemble import Ensemble
+from hdet.hyperparameter import Hyperparameter, learning_rate
+from hdet.one_cycle import OneCycleAutoLR
+from hdet.record import HyperparameterRecord, RoundRecord
+from hdet.warm_init import warm_init
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Controller",
+    "Ensemble",
+    "Fixed",
+    "Hyperparameter",
+    "HyperparameterRecord",
+    "Observation",
+    "OneCycleAutoLR",
+    "Report",
+    "RoundRecord",
+    "Softmax",
+    "learning_rate",
+    "warm_init",
+]

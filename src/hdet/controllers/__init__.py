@@ -1,0 +1,7 @@
+"""Controllers: what moves the scales of the explored hyperparameters between rounds."""
+
+from hdet.controllers.fixed import Fixed
+from hdet.controllers.report import Controller, Observation, Report, State, check_state
+from hdet.controllers.softmax import Softmax
+
+__all__ = ["Controller", "Fixed", "Observation", "Report", "Softmax", "State", "check_state"]

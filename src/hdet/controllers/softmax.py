@@ -1,0 +1,92 @@
+"""The paper's controller: replicas vote for their values, weighted by a softmax of their losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hdet.controllers.report import Observation, Report, State
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Move each center towards the values of the replicas with the lower losses, with momentum.
+
+    With L_r the score and eta_r the value of replica r, at the end of each full round:
+
+        w = softmax((mean(L) - L_r) / temperature)
+        Delta = sum_r w_r eta_r - mean_r eta_r                      the hypergradient
+        v <- momentum * v + (1 - momentum) * Delta                  the velocity
+        center <- center * next_base / base + step_size * v
+
+    The velocity is kept relative to the base, so it shrinks and grows with the schedule. Replicas whose
+    score is not finite are left out. The center stays between its hyperparameter's floor and `max_scale`
+    times the schedule; at either limit a velocity that points outwards is dropped.
+
+    Args:
+        temperature: the loss difference that makes the odds e to 1; sigma in the paper.
+        step_size: how much of the velocity is taken; lambda in the paper.
+        momentum: how much of the velocity is kept, in [0, 1); beta in the paper.
+        warmup_steps: rounds that end before this many steps move nothing.
+        max_scale: the center is at most this many times the schedule.
+
+    >>> controller = Softmax(temperature=0.1)
+    >>> controller.init(["learning_rate"])
+    {'learning_rate': {'scale': 1.0, 'velocity': 0.0}}
+    """
+
+    temperature: float = 0.002
+    step_size: float = 0.5
+    momentum: float = 0.9
+    warmup_steps: int = 0
+    max_scale: float = 10.0
+
+    needs_score = True
+
+    def __post_init__(self) -> None:
+        _require(0 < self.temperature < math.inf, "temperature", "be positive and finite", self.temperature)
+        _require(0 <= self.step_size < math.inf, "step_size", "be at least 0 and finite", self.step_size)
+        _require(0 <= self.momentum < 1, "momentum", "lie in [0, 1)", self.momentum)
+        _require(self.warmup_steps >= 0, "warmup_steps", "be at least 0", self.warmup_steps)
+        _require(1 <= self.max_scale < math.inf, "max_scale", "be at least 1 and finite", self.max_scale)
+
+    def init(self, names: Sequence[str]) -> State:
+        """Every scale is 1, every velocity (relative to the base) is 0."""
+        return {name: {"scale": 1.0, "velocity": 0.0} for name in names}
+
+    def update(self, state: State, report: Report) -> State:
+        """The scales and velocities after one full round."""
+        if report.step < self.warmup_steps:
+            return state
+        excess = self._excess_weights(report.scores)
+        return {name: self._move(entry, report.observations[name], excess) for name, entry in state.items()}
+
+    def _excess_weights(self, scores: Sequence[float]) -> list[float]:
+        """w_r - 1/n over the n replicas with a finite score, 0 for the others; all exactly 0 on a tie."""
+        finite = [score for score in scores if math.isfinite(score)]
+        if not finite:
+            return [0.0] * len(scores)
+        best = min(finite)
+        odds = [math.exp((best - s) / self.temperature) if math.isfinite(s) else 0.0 for s in scores]
+        total = sum(odds)
+        return [odd / total - 1 / len(finite) if math.isfinite(s) else 0.0 for odd, s in zip(odds, scores, strict=True)]
+
+    def _move(self, entry: dict[str, float], seen: Observation, excess: Sequence[float]) -> dict[str, float]:
+        if not (seen.base > 0 and seen.next_base > 0):
+            return entry
+        # Everything below is divided by the base: a tie leaves the scale exactly as it was.
+        scale = max(entry["scale"], min(1.0, seen.floor / seen.base))
+        hypergradient = scale * sum(e * m for e, m in zip(excess, seen.multipliers, strict=True))
+        velocity = self.momentum * entry["velocity"] + (1 - self.momentum) * hypergradient
+        moved = scale + self.step_size * velocity * (seen.base / seen.next_base)
+        lowest = min(1.0, seen.floor / seen.next_base)
+        limited = min(max(moved, lowest), self.max_scale)
+        if limited <= 0.0:  # no floor: halve instead of reaching 0
+            limited = scale / 2
+        return {"scale": limited, "velocity": velocity if limited == moved else 0.0}
+
+
+def _require(holds: bool, name: str, rule: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"{name} must {rule}, got {value!r}")

@@ -1,0 +1,196 @@
+"""Converge: replace tensors by their mean over the replicas, in place, through flat buckets.
+
+Which tensors those are is decided here too: `parameters`, `module_tensors` and `optimizer_state`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from hdet.replicas import Replicas
+
+BUCKET_BYTES = 16 * 2**20
+
+# Optimizers whose state is a function of the gradients alone. With shared gradients it stays equal on all
+# replicas while only learning rates differ, so it need not be averaged.
+_GRADIENT_ONLY_STATE = {
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Adagrad,
+    optim.Adafactor,
+    optim.Adamax,
+    optim.Adadelta,
+    optim.SparseAdam,
+    optim.Muon,
+}
+_DECOUPLED_DECAY = {optim.AdamW, optim.Adafactor, optim.Muon}
+
+
+def parameters(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """The trained parameters, each once. Frozen ones never change and are left alone.
+
+    One that was frozen in mid-round has been stepped, which its optimizer state tells.
+    """
+    found = {
+        id(p): p
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad or p in optimizer.state
+    }
+    return _averageable(found.values())
+
+
+def buffers(module: nn.Module | None) -> list[Tensor]:
+    """The floating-point and complex buffers of `module`."""
+    return [] if module is None else _averageable(module.buffers())
+
+
+def module_tensors(also: Iterable[nn.Module | Tensor]) -> list[Tensor]:
+    """Everything that can be averaged of modules that follow the weights, frozen tensors included."""
+    found: list[Tensor] = []
+    for follower in also:
+        if isinstance(follower, Tensor):
+            found.append(follower)
+        else:
+            found += [*follower.parameters(), *follower.buffers()]
+    return _averageable(found)
+
+
+def optimizer_state(optimizers: Iterable[Optimizer], explored: Iterable[str]) -> list[Tensor]:
+    """The optimizer state that can differ between replicas when the group entries `explored` do.
+
+    Step counters are never averaged; neither is anything that does not live beside its parameter.
+    """
+    keys = set(explored)
+    return [
+        value
+        for optimizer in optimizers
+        if state_can_differ(optimizer, keys)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        for key, value in optimizer.state.get(p, {}).items()
+        if key != "step" and isinstance(value, Tensor) and value.device == p.device
+        if value.is_floating_point() or value.is_complex()
+    ]
+
+
+def state_can_differ(optimizer: Optimizer, explored: set[str]) -> bool:
+    """Whether replicas with shared gradients can come to hold different optimizer state."""
+    if type(optimizer) not in _GRADIENT_ONLY_STATE or not explored <= {"lr"}:
+        return True
+    if type(optimizer) in _DECOUPLED_DECAY:
+        return False
+    return any(
+        group.get("weight_decay", 0) != 0 and not group.get("decoupled_weight_decay", False)
+        for group in optimizer.param_groups
+    )
+
+
+def layout(tensors: Sequence[Tensor]) -> int:
+    """A checksum of the shapes and dtypes, to compare between replicas before anything is averaged."""
+    return zlib.crc32(repr([(tuple(t.shape), t.dtype) for t in tensors]).encode())
+
+
+@torch.no_grad()
+def average(tensors: Sequence[Tensor], replicas: Replicas, bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Replace each tensor by its mean over the replicas, in place: no object and no storage is replaced.
+
+    Tensors are packed into two reused flat buckets, one being filled while the other travels; half
+    precision is averaged in single precision and rounded once. The number of collectives depends on the
+    bytes, not on the number of tensors.
+    """
+    buffers: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    travelling: tuple[Tensor, list[Tensor], list[Tensor], object] | None = None
+    for number, batch in enumerate(_batches(tensors, bucket_bytes)):
+        kind = (_arithmetic(batch[0].dtype), batch[0].device)
+        pair = buffers.setdefault(kind, [])
+        sizes = [t.numel() for t in batch]
+        flat = _buffer(pair, number % 2, sum(sizes), kind)
+        slices = [part.view(t.shape) for part, t in zip(torch.split(flat, sizes), batch, strict=True)]
+        torch._foreach_copy_(slices, batch)
+        work = replicas.start_mean(flat)
+        if travelling is not None:
+            _unpack(travelling, replicas)
+        travelling = (flat, slices, batch, work)
+    if travelling is not None:
+        _unpack(travelling, replicas)
+
+
+@contextmanager
+def averaged(tensors: Sequence[Tensor], replicas: Replicas) -> Iterator[None]:
+    """Within it the tensors hold their mean over the replicas; afterwards their own values, bit for bit.
+
+    Costs one copy of them. They come back too if averaging fails.
+    """
+    own = [t.detach().clone() for t in tensors]
+    try:
+        average(tensors, replicas)
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, own, strict=True):
+                tensor.copy_(value)
+
+
+def _unpack(travelling: tuple[Tensor, list[Tensor], list[Tensor], object], replicas: Replicas) -> None:
+    flat, slices, batch, work = travelling
+    replicas.finish_mean(flat, work)  # type: ignore[arg-type]
+    torch._foreach_copy_(batch, slices)
+
+
+def _buffer(pair: list[Tensor], index: int, size: int, kind: tuple[torch.dtype, torch.device]) -> Tensor:
+    while len(pair) <= index:
+        pair.append(torch.empty(0, dtype=kind[0], device=kind[1]))
+    if pair[index].numel() < size:
+        pair[index] = torch.empty(size, dtype=kind[0], device=kind[1])
+    return pair[index][:size]
+
+
+def _batches(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
+    """Runs of pieces that share arithmetic and device and fill at most one bucket each."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        kinds.setdefault((_arithmetic(real.dtype), real.device), []).append(real)
+    for (dtype, _), members in kinds.items():
+        limit = max(1, bucket_bytes // dtype.itemsize)
+        batch: list[Tensor] = []
+        room = limit
+        for piece in (p for member in members for p in _pieces(member, limit)):
+            if piece.numel() > room and batch:
+                yield batch
+                batch, room = [], limit
+            batch.append(piece)
+            room -= piece.numel()
+        if batch:
+            yield batch
+
+
+def _pieces(tensor: Tensor, limit: int) -> Iterator[Tensor]:
+    """Views that cover `tensor`, each of at most `limit` elements."""
+    if tensor.numel() <= limit:
+        yield tensor
+        return
+    longest = max(range(tensor.dim()), key=tensor.size)
+    for half in tensor.chunk(2, dim=longest):
+        yield from _pieces(half, limit)
+
+
+def _arithmetic(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _averageable(tensors: Iterable[Tensor]) -> list[Tensor]:
+    once = {id(t): t for t in tensors}
+    return [t for t in once.values() if t.numel() and (t.is_floating_point() or t.is_complex())]

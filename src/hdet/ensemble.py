@@ -1,0 +1,376 @@
+"""The way in: `Ensemble`, the one object with state. `step()` reads as the protocol.
+
+optimizer.step()      before: fan-out, this replica's values go into the parameter groups
+                      after: the bases come back
+scheduler.step()      any torch schedule; it only ever sees the base
+ensemble.step(loss)   score the loss; at the end of a round converge, control and deal
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdet import converge as averaging
+from hdet import guard
+from hdet.controllers import Controller, Fixed, Observation, Report, State, check_state
+from hdet.fan_out import FanOut
+from hdet.guard import Claim
+from hdet.hooks import Hooks, innermost, unwrap
+from hdet.hyperparameter import Hyperparameter, flatten, learning_rate, representative
+from hdet.record import HyperparameterRecord, OnRound, RoundRecord
+from hdet.replicas import Replicas, collective_device
+from hdet.rounds import Rounds
+from hdet.score import Loss, Score, as_loss
+
+_MOST_UNSEEN = 100
+_VERSION = 1
+
+
+class Ensemble:
+    """Data-parallel replicas that train under different hyperparameters and are averaged every round.
+
+    Args:
+        optimizer: the optimizer, or a sequence of them that step together (Muon beside AdamW).
+        hyperparameters: what to explore; by default one joint learning rate with the paper's spread.
+        total_steps: optimizer steps of the whole run. The last one always converges. Without it, call
+            `finish()` at the end.
+        interval: optimizer steps per round; "auto" is total_steps / 200, between 1 and 1000.
+        controller: what moves the centers between rounds; by default nothing does (`Fixed`).
+        act: False to observe: everything is measured and recorded, the centers stay on the schedule.
+        model: the trained module; its floating-point buffers (BatchNorm statistics) are averaged too.
+        also: modules or tensors that follow the weights (EMA, SWA, fp32 masters), averaged along.
+        process_group: the replicas; by default all ranks.
+        seed: what the slots are dealt from; the same on every replica.
+        start_step: optimizer steps that were taken before, when resuming without a saved state.
+        on_round: called with a `RoundRecord` after each round, on every replica.
+
+    Raises:
+        TypeError, ValueError: for an argument that cannot work, with what to write instead.
+
+    Example, in any data-parallel loop::
+
+        ensemble = hdet.Ensemble(optimizer, total_steps=10_000, model=ddp_model)
+        for batch in loader:
+            loss = loss_fn(ddp_model(batch)); loss.backward()
+            optimizer.step(); optimizer.zero_grad(); scheduler.step()
+            ensemble.step(loss)
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        hyperparameters: Sequence[Hyperparameter | Sequence[Hyperparameter]] | None = None,
+        *,
+        total_steps: int | None = None,
+        interval: int | Literal["auto"] = "auto",
+        controller: Controller | None = None,
+        act: bool = True,
+        model: nn.Module | None = None,
+        also: Sequence[nn.Module | Tensor] = (),
+        process_group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        start_step: int = 0,
+        on_round: Sequence[OnRound] = (),
+    ) -> None:
+        self._optimizers = tuple(unwrap(o) for o in (optimizer if isinstance(optimizer, Sequence) else (optimizer,)))
+        self._hyperparameters = flatten(
+            [learning_rate(self._optimizers)] if hyperparameters is None else hyperparameters
+        )
+        guard.check_hyperparameters(self._hyperparameters, self._optimizers)
+        guard.check_model(model, self._optimizers)
+        self._explored = [h for h in self._hyperparameters if h.diverges]
+        if self._explored:
+            guard.check_can_diverge(self._optimizers, model)
+        guard.check_count("start_step", start_step, least=0)
+        self.total_steps = total_steps
+        self.interval = guard.check_interval(interval, total_steps, explores=bool(self._explored))
+        self.controller = Fixed() if controller is None else controller
+        self.act = act
+        self.seed = seed
+        self._model, self._also = model, tuple(also)
+        self._on_round = tuple(on_round)
+
+        self._controlled: State = self.controller.init([h.name for h in self._hyperparameters])
+        self._rounds = Rounds(self._hyperparameters, self.interval, total_steps, seed, process_group)
+        self._rounds.start_from(start_step)
+        self._score = Score()
+        self._unseen = 0
+        self._in_consensus = False
+        self._warned_state_dict = False
+        self._fan_out = FanOut(self._optimizers, self._hyperparameters, self._before_step)
+        self._hooks = Hooks(self)
+        if model is not None and self._explored:
+            self._hooks.before_module_state_dict(innermost(model), self._before_state_dict)
+
+    # The protocol
+
+    def step(self, loss: Loss | None = None) -> None:
+        """Count one optimizer step, or one micro-batch of it; converge at the end of a round.
+
+        Nearly every call only adds the loss to the score: no collective, nothing read from the device.
+        The call that ends a round is collective.
+
+        Args:
+            loss: this replica's own training loss. A controller that judges by it needs it.
+        """
+        self._add_loss(loss)
+        if not self._fan_out.stepped:
+            self._note_unseen()
+            return
+        self._fan_out.stepped = False
+        self._unseen = 0
+        if not self._rounds.count_step():
+            return
+        self._end_round(full=self._rounds.full)
+        if self._rounds.at.step == self.total_steps:
+            self.finish()
+
+    def converge(self) -> None:
+        """Average the replicas now and begin a new round. Collective; the controller ignores the cut round."""
+        self._start()
+        self._end_round(full=False)
+
+    def finish(self) -> None:
+        """End the run: average the replicas and stop the fan-out. Collective; later steps are plain.
+
+        Called by the last of `total_steps` steps; a second call does nothing.
+        """
+        self._start()
+        if self._rounds.at.finished:
+            return
+        if not self._equal:
+            self._end_round(full=False)
+        self._rounds.finish()
+        self._fan_out.multipliers = self._rounds.multipliers
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Within it the model is the average of the replicas: evaluate it or save it.
+
+        Afterwards every replica has its own weights and buffers back, bit for bit, and the round goes on.
+        Collective: every replica enters. Costs one copy of the model in mid-round, nothing at a round's end.
+        """
+        if self._in_consensus:
+            raise RuntimeError("consensus() is entered already; leave it before entering it again")
+        self._start()
+        tensors = [] if self._equal else self._weights()
+        if tensors:
+            self._agree(tensors)
+        self._in_consensus = True
+        try:
+            with averaging.averaged(tensors, self.replicas):
+                yield
+        finally:
+            self._in_consensus = False
+
+    def close(self) -> None:
+        """Remove every hook and give back the process group. Not collective; the groups keep their bases."""
+        self._fan_out.close()
+        self._hooks.remove()
+        self._rounds.close()
+
+    # What can be seen
+
+    @property
+    def replicas(self) -> Replicas:
+        """Who the replicas are: fixed by the first optimizer step, looked up anew before it."""
+        return self._rounds.replicas
+
+    @property
+    def mid_round(self) -> bool:
+        """Whether a round is under way, in which the replicas hold different weights."""
+        at = self._rounds.at
+        begun = at.step_in_round > 0 or self._fan_out.stepped
+        return begun and not at.finished and self._rounds.diverges
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """The factor on each hyperparameter's schedule, by name: center = base * scale."""
+        return {name: entry["scale"] for name, entry in self._controlled.items()}
+
+    @property
+    def multipliers(self) -> dict[str, float]:
+        """This replica's multiplier of each hyperparameter, by name: value = center * multiplier."""
+        return self._rounds.multipliers
+
+    # Saving and resuming
+
+    def state_dict(self) -> dict[str, Any]:
+        """What cannot be recomputed. At a round's end it holds no rank: one file serves any number of replicas.
+
+        In mid-round it belongs to its replica, like the weights: save one per replica.
+        """
+        self._fan_out.restore()
+        state: dict[str, Any] = {
+            "version": _VERSION,
+            "progress": self._rounds.state_dict(),
+            "controller": {name: dict(entry) for name, entry in self._controlled.items()},
+        }
+        if self.mid_round:
+            replicas = self.replicas
+            saved = {"replica": replicas.rank, "replicas": replicas.size, "score": self._score.state_dict()}
+            state["mid_round"] = saved
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from `state_dict()`. Load weights after wrapping the model in DDP, which broadcasts rank 0's.
+
+        Raises:
+            ValueError: if the state is another replica's, or was saved for other hyperparameters.
+        """
+        if not isinstance(state_dict, dict) or state_dict.get("version") != _VERSION:
+            raise ValueError("state_dict must come from Ensemble.state_dict() of this version of hdet")
+        mid_round = state_dict.get("mid_round")
+        if mid_round is not None and self._explored:
+            guard.check_same_replica(mid_round, self.replicas)
+        controlled = check_state(state_dict["controller"], self.controller.init(list(self._controlled)))
+        self._score.reset()
+        if mid_round is not None:
+            self._score.load_state_dict(mid_round["score"])
+        self._rounds.go_to(**state_dict["progress"])
+        self._resume(controlled)
+
+    def start_from(self, step: int) -> None:
+        """Go on at `step` without a saved state: a new controller, the same weights on all replicas."""
+        self._score.reset()
+        self._rounds.start_from(step)
+        self._resume(self.controller.init(list(self._controlled)))
+
+    def _resume(self, controlled: State) -> None:
+        self._controlled = controlled
+        self._unseen = 0
+        self._fan_out.restore()
+        self._fan_out.stepped = False
+        self._fan_out.scales = self.scales
+        self._fan_out.multipliers = self._rounds.multipliers
+
+    # Rounds
+
+    @property
+    def _equal(self) -> bool:
+        """Whether the replicas are known to hold the same weights."""
+        return not self._rounds.diverges or (self._rounds.at.equal and not self._fan_out.stepped)
+
+    def _start(self) -> None:
+        if self._rounds.start():
+            self._fan_out.multipliers = self._rounds.multipliers
+
+    def _end_round(self, full: bool) -> None:
+        if self._rounds.diverges and not self._rounds.at.finished:
+            tensors = self._weights()
+            tensors += averaging.optimizer_state(self._optimizers, {h.key for h in self._explored})
+            scores = self._agree(tensors)
+            averaging.average(tensors, self.replicas)
+            self._rounds.at.equal = True
+            self._control(full, scores)
+        self._score.reset()
+        self._fan_out.stepped = False
+        self._rounds.next_round()
+        self._fan_out.scales = self.scales
+        self._fan_out.multipliers = self._rounds.multipliers
+
+    def _control(self, full: bool, scores: tuple[float, ...]) -> None:
+        at = self._rounds.at
+        seen = {h.name: self._observe(h) for h in self._hyperparameters}
+        before = self._controlled
+        proposed = self.controller.update(before, Report(at.step, scores, seen)) if full else before
+        self._controlled = {
+            name: dict(entry) if self.act else {**entry, "scale": before[name]["scale"]}
+            for name, entry in proposed.items()
+        }
+        record = RoundRecord(
+            at.round,
+            at.step,
+            full,
+            scores,
+            {
+                h.name: HyperparameterRecord(
+                    seen[h.name].base,
+                    center := h.center(seen[h.name].base, before[h.name]["scale"]),
+                    tuple(center * m for m in seen[h.name].multipliers),
+                    self._controlled[h.name]["scale"],
+                    proposed[h.name]["scale"],
+                )
+                for h in self._hyperparameters
+            },
+        )
+        for call in self._on_round:
+            call(record)
+
+    def _observe(self, h: Hyperparameter) -> Observation:
+        used = [base for bases in self._fan_out.used[h.name].values() for base in bases]
+        now = list(h.bases())
+        return Observation(representative(used or now), representative(now), h.floor, self._rounds.dealt[h.name])
+
+    def _agree(self, tensors: Sequence[Tensor]) -> tuple[float, ...]:
+        """Check that all replicas are at the same place with the same tensors; return their scores."""
+        options = repr((self.seed, self.interval, [(h.name, h.spread, h.ladder) for h in self._hyperparameters]))
+        claims = [
+            Claim("the step", "every replica must take the same number of optimizer steps", self._rounds.at.step),
+            Claim("the tensors to average", "build the same model and optimizer", averaging.layout(tensors)),
+            Claim("the ensemble's options", "give every replica the same arguments", zlib.crc32(options.encode())),
+        ]
+        same = "a scheduler must see the same numbers everywhere: all-reduce the metric that it is given"
+        for h in self._hyperparameters:
+            bases = [float(base) for base in h.bases()]
+            claims.append(Claim(f"the base of {h.name}", same, bases[0]))
+            claims.append(Claim(f"the sum of the bases of {h.name}", same, math.fsum(bases)))
+        device = collective_device(tensors)
+        vector = torch.tensor([*(claim.value for claim in claims), 0.0], dtype=torch.float64, device=device)
+        vector[-1] = self._score.mean(device)
+        table = self.replicas.gather(vector)
+        guard.check_agreement(table, claims)
+        return tuple(row[-1] for row in table)
+
+    def _weights(self) -> list[Tensor]:
+        found = [
+            *averaging.parameters(self._optimizers),
+            *averaging.buffers(self._model),
+            *averaging.module_tensors(self._also),
+        ]
+        return list({id(t): t for t in found}.values())
+
+    # Small steps
+
+    def _before_step(self) -> None:
+        if self._in_consensus:
+            raise RuntimeError("optimizer.step() inside consensus() would train the average; leave it first")
+        self._start()
+
+    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self.mid_round and not self._in_consensus and not self._warned_state_dict:
+            self._warned_state_dict = True
+            warnings.warn(
+                "model.state_dict() in mid-round holds this replica's weights, not the average; save it "
+                "inside `with ensemble.consensus():`, or one per replica to resume in mid-round",
+                stacklevel=2,
+            )
+
+    def _add_loss(self, loss: Loss | None) -> None:
+        if loss is not None:
+            self._score.add(as_loss(loss))
+        elif self.controller.needs_score and self._explored and not self._rounds.at.finished:
+            raise ValueError(
+                f"{type(self.controller).__name__} judges the replicas by their losses, but none was given; "
+                "pass this replica's own training loss: step(loss)"
+            )
+
+    def _note_unseen(self) -> None:
+        self._unseen += 1
+        if self._unseen >= _MOST_UNSEEN and self._explored:
+            raise RuntimeError(
+                f"no optimizer step was seen in {_MOST_UNSEEN} calls of step(). Is this the optimizer that "
+                "trains? A wrapper that does not call its hooks, or a captured graph, cannot fan out: pass "
+                "the torch optimizer inside it. With more micro-batches than that per step, call step() once "
+                "per optimizer step with the mean loss"
+            )

@@ -1,0 +1,89 @@
+"""Hooks that do not keep their owner alive, attached and removed in one place.
+
+An optimizer outlives the ensemble that watches it. Its hook tables therefore hold weak references only: no
+reference cycle, nothing left behind when the ensemble is dropped.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+
+class WeakHook:
+    """Calls a method of its owner for as long as the owner lives. Copies and pickles of it do nothing."""
+
+    __slots__ = ("_method",)
+
+    def __init__(self, method: Callable[..., Any] | None) -> None:
+        self._method = None if method is None else weakref.WeakMethod(method)
+
+    def __call__(self, *args: Any) -> Any:
+        method = self._method() if self._method is not None else None
+        return method(*args) if method is not None else None
+
+    def __reduce__(self) -> tuple[type[WeakHook], tuple[None]]:
+        return WeakHook, (None,)
+
+
+class Hooks:
+    """The hooks of one owner; `remove()` takes every one of them off again, as does the owner's end."""
+
+    def __init__(self, owner: object) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._finalizer = weakref.finalize(owner, _remove_all, self._handles)
+
+    def around_step(self, optimizer: Optimizer, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        """Call `before` and `after` around each `optimizer.step()`."""
+        self._handles.append(optimizer.register_step_pre_hook(WeakHook(before)))
+        self._handles.append(optimizer.register_step_post_hook(WeakHook(after)))
+
+    def before_optimizer_state_dict(self, optimizer: Optimizer, call: Callable[..., Any]) -> None:
+        """Call `call` before each `optimizer.state_dict()`."""
+        self._handles.append(optimizer.register_state_dict_pre_hook(WeakHook(call)))
+
+    def before_module_state_dict(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        """Call `call` before each `module.state_dict()`."""
+        self._handles.append(module.register_state_dict_pre_hook(WeakHook(call)))  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        """Take off every hook."""
+        self._finalizer()
+
+
+def unwrap(optimizer: Any) -> Optimizer:
+    """The torch optimizer whose `step` hooks fire: `optimizer`, or the one inside a wrapper that has none.
+
+    Raises:
+        TypeError: if there is no such optimizer.
+    """
+    inner = optimizer
+    while not isinstance(getattr(inner, "__dict__", {}).get("_optimizer_step_pre_hooks"), dict):
+        if not hasattr(inner, "optimizer"):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer with step hooks, got {type(optimizer).__name__}; "
+                "pass the torch optimizer that it wraps"
+            )
+        inner = inner.optimizer
+    return cast(Optimizer, inner)
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """The module inside DDP and torch.compile, whose hooks fire whichever wrapper is called."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _remove_all(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()

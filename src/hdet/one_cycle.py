@@ -1,0 +1,316 @@
+"""`OneCycleAutoLR`: the paper's scheduler, a drop-in for torch's OneCycleLR.
+
+The published argument names are translated into this library's words here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
+
+from hdet import guard
+from hdet.assignment import check_spread
+from hdet.controllers import Fixed, Softmax
+from hdet.ensemble import Ensemble
+from hdet.hooks import unwrap
+from hdet.hyperparameter import Hyperparameter
+from hdet.record import OnRound
+from hdet.score import Loss, as_loss
+
+Decay = Literal["one_cycle", "geometric"]
+
+
+class OneCycleAutoLR(OneCycleLR):
+    """OneCycleLR whose replicas fan out around it, converge, and steer it by their losses.
+
+    With `ensemble_lr_spread_ratio=0` it is OneCycleLR, bit for bit, and sends nothing. With a spread every
+    parameter group's rate fans out from the first step on, and every `model_sync_interval` steps the replicas
+    are averaged. With `enable_auto_lr` the losses given to `step(loss)` move the rates (`hdet.Softmax`).
+
+    Args:
+        optimizer, max_lr, ..., last_epoch: as in torch's OneCycleLR.
+        auto_lr_warmup_steps: steps before the losses begin to move the rates.
+        ensemble_lr_spread_ratio: the spread, in [0, 1): rates from 1 - spread to 1 + spread times the center.
+        model_sync_interval: the interval, in optimizer steps, between converges.
+        rank, world_size: taken from torch.distributed when it is initialised, as it must be for more than one.
+        enable_auto_lr: let the losses move the rates.
+        loss_scale: the softmax temperature: the loss difference that makes the odds e to 1.
+        lr_of_lr: how much of the velocity is taken each round.
+        momentum_of_lr: how much of the velocity is kept each round, in [0, 1).
+        auto_lr_decay: what the rates follow without a signal once the losses move them: "one_cycle", the
+            schedule itself, or "geometric", a constant factor per round down to OneCycleLR's last rate.
+        auto_lr_max_scale: the losses move a rate to at most this many times the schedule.
+        model, also, process_group, seed, act, on_round: as in `hdet.Ensemble`.
+
+    Attributes:
+        ensemble: the engine: `consensus()`, `converge()`, `mid_round` and more.
+
+    Example::
+
+        scheduler = OneCycleAutoLR(optimizer, max_lr=9e-4, total_steps=10_000, ensemble_lr_spread_ratio=1 / 9,
+                                   model_sync_interval=100, auto_lr_warmup_steps=3_000, enable_auto_lr=True)
+        ...
+        scheduler.step(loss)
+    """
+
+    ensemble: Ensemble
+    _ready = False  # torch's constructor takes a first step before there is an ensemble
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        max_lr: float | list[float],
+        total_steps: int | None = None,
+        epochs: int | None = None,
+        steps_per_epoch: int | None = None,
+        pct_start: float = 0.3,
+        anneal_strategy: Literal["cos", "linear"] = "cos",
+        cycle_momentum: bool = True,
+        base_momentum: float | list[float] = 0.85,
+        max_momentum: float | list[float] = 0.95,
+        div_factor: float = 25.0,
+        final_div_factor: float = 1e4,
+        three_phase: bool = False,
+        last_epoch: int = -1,
+        auto_lr_warmup_steps: int = 100000,
+        ensemble_lr_spread_ratio: float = 0.0,
+        model_sync_interval: int = 1000,
+        rank: int = 0,
+        world_size: int = 1,
+        enable_auto_lr: bool = False,
+        loss_scale: float = 0.002,
+        lr_of_lr: float = 0.5,
+        momentum_of_lr: float = 0.9,
+        *,
+        auto_lr_decay: Decay = "one_cycle",
+        auto_lr_max_scale: float = 10.0,
+        model: nn.Module | None = None,
+        also: Sequence[nn.Module | Tensor] = (),
+        process_group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        act: bool = True,
+        on_round: Sequence[OnRound] = (),
+    ) -> None:
+        spread = ensemble_lr_spread_ratio
+        check_spread(spread, "linear", name="ensemble_lr_spread_ratio")
+        _check_max_lr(max_lr, optimizer)
+        steps = _check_total_steps(total_steps, epochs, steps_per_epoch)
+        guard.check_count("model_sync_interval", model_sync_interval)
+        guard.check_count("auto_lr_warmup_steps", auto_lr_warmup_steps, least=0)
+        guard.check_count("world_size", world_size)
+        auto = enable_auto_lr and spread > 0
+        controller = _controller(loss_scale, lr_of_lr, momentum_of_lr, auto_lr_warmup_steps, auto_lr_max_scale)
+        if auto_lr_decay not in ("one_cycle", "geometric"):
+            raise ValueError(f'auto_lr_decay must be "one_cycle" or "geometric", got {auto_lr_decay!r}')
+        _warn_without_effect(enable_auto_lr, spread, auto_lr_warmup_steps, steps, auto_lr_decay)
+        self._world_size = world_size
+        self._decay = None
+        if auto and auto_lr_decay == "geometric":
+            self._decay = _GeometricDecay(auto_lr_warmup_steps, model_sync_interval, steps)
+        super().__init__(
+            optimizer,
+            max_lr,
+            total_steps,
+            epochs,
+            steps_per_epoch,
+            pct_start,
+            anneal_strategy,
+            cycle_momentum,
+            base_momentum,
+            max_momentum,
+            div_factor,
+            final_div_factor,
+            three_phase,
+            last_epoch,
+        )
+        self._rates = _learning_rates(unwrap(optimizer), float(spread))
+        self.ensemble = Ensemble(
+            optimizer,
+            self._rates,
+            total_steps=self.total_steps,
+            interval=model_sync_interval,
+            controller=controller if auto else Fixed(),
+            act=act,
+            model=model,
+            also=also,
+            process_group=process_group,
+            seed=seed,
+            start_step=self.last_epoch,
+            on_round=on_round,
+        )
+        self._ready = True
+
+    def step(self, epoch: int | Loss | None = None, *, loss: Loss | None = None) -> None:
+        """Advance the schedule, then the ensemble. Call it after each `optimizer.step()`.
+
+        Args:
+            epoch: an int is an epoch, as in torch; anything else is this replica's loss.
+            loss: this replica's own training loss; required when the losses move the rates.
+        """
+        if not self._ready:
+            super().step()
+            return
+        if epoch is not None and not isinstance(epoch, numbers.Integral):
+            if loss is not None:
+                raise TypeError("loss was given twice; write step(loss) or step(loss=loss)")
+            epoch, loss = None, epoch
+        if loss is not None:
+            loss = as_loss(loss)  # raises before the schedule has moved
+        if self._step_count == 1:
+            self._check_launched()
+        super().step(epoch)  # type: ignore[arg-type]
+        self.ensemble.step(loss)
+        if self.last_epoch >= self.total_steps:
+            self.ensemble.finish()
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The base of each parameter group: OneCycleLR's curve, or the geometric decay after the hand-over."""
+        decay = self._decay
+        if decay is None or self.last_epoch < decay.handover or (self._ready and self.ensemble.replicas.size == 1):
+            return super().get_lr()
+        start = self._curve_at(decay.handover)
+        super().get_lr()  # for its side effect: it cycles the momentum
+        done = decay.done(self.last_epoch)
+        return [
+            lr * (group["min_lr"] / lr) ** done if done < 1 else group["min_lr"]
+            for lr, group in zip(start, self.optimizer.param_groups, strict=True)
+        ]
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        """The center of each parameter group: the schedule times the factor that the losses have moved it by."""
+        last = super().get_last_lr()
+        if not self._ready:
+            return last
+        scales = self.ensemble.scales
+        return [rate.center(lr, scales[rate.name]) for rate, lr in zip(self._rates, last, strict=True)]
+
+    def get_replica_lr(self) -> list[float | Tensor]:
+        """The learning rate that this replica trains with, for each parameter group."""
+        multipliers = self.ensemble.multipliers
+        return [lr * multipliers[rate.name] for rate, lr in zip(self._rates, self.get_last_lr(), strict=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """OneCycleLR's state, and the ensemble's under "ensemble". No rank, no world size."""
+        state = {key: value for key, value in super().state_dict().items() if key not in _NOT_SAVED}
+        return {**state, "ensemble": self.ensemble.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class, or one of torch's OneCycleLR, which the ensemble goes on from."""
+        schedule = dict(state_dict)
+        ensemble = schedule.pop("ensemble", None)
+        if ensemble is not None:
+            self.ensemble.load_state_dict(ensemble)
+        else:
+            self.ensemble.start_from(schedule["last_epoch"])
+        super().load_state_dict(schedule)
+
+    def _curve_at(self, step: int) -> list[float | Tensor]:
+        """OneCycleLR's rates at `step`. Leaves the momentum of `step` behind."""
+        now, self.last_epoch = self.last_epoch, step
+        try:
+            return super().get_lr()
+        finally:
+            self.last_epoch = now
+
+    def _check_launched(self) -> None:
+        if self._world_size > 1 and self.ensemble.replicas.size == 1:
+            raise RuntimeError(
+                f"world_size={self._world_size} was given, but torch.distributed is not initialised, so the replicas "
+                "cannot be averaged; call torch.distributed.init_process_group() before training"
+            )
+
+
+# Arguments, which the constructor gets again, and what is saved in another form.
+_NOT_SAVED = {"ensemble", "_ready", "_rates", "_decay", "_world_size"}
+
+
+class _GeometricDecay:
+    """The published decay: from the hand-over on, the same factor at each of the K converges that are left.
+
+    With (1 - gamma)^K = min_lr / eta at the hand-over, the last converge arrives at OneCycleLR's floor.
+    """
+
+    def __init__(self, warmup_steps: int, interval: int, total_steps: int) -> None:
+        self.handover = min(max(1, math.ceil(warmup_steps / interval)) * interval, total_steps)
+        self._interval = interval
+        self._total_steps = total_steps
+        self.rounds = math.ceil((total_steps - self.handover) / interval) + 1
+
+    def done(self, step: int) -> float:
+        """The part of the K converges that lie at or before `step`, which is not before the hand-over."""
+        if step >= self._total_steps:
+            return 1.0
+        return ((step - self.handover) // self._interval + 1) / self.rounds
+
+
+def _learning_rates(optimizer: Optimizer, spread: float) -> list[Hyperparameter]:
+    return [
+        Hyperparameter(
+            name=f"learning_rate/{number}",
+            key="lr",
+            optimizers=(optimizer,),
+            group=number,
+            spread=spread,
+            floor=min(float(group["min_lr"]), float(group["initial_lr"])),
+        )
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _controller(
+    loss_scale: float, lr_of_lr: float, momentum_of_lr: float, warmup_steps: int, max_scale: float
+) -> Softmax:
+    guard.check_number("loss_scale", loss_scale, lambda x: 0 < x < math.inf, "be positive and finite", "0.002")
+    guard.check_number("lr_of_lr", lr_of_lr, lambda x: 0 <= x < math.inf, "be at least 0 and finite", "0.5")
+    guard.check_number("momentum_of_lr", momentum_of_lr, lambda x: 0 <= x < 1, "lie in [0, 1)", "0.9")
+    guard.check_number("auto_lr_max_scale", max_scale, lambda x: 1 <= x < math.inf, "be at least 1", "10.0")
+    return Softmax(loss_scale, lr_of_lr, momentum_of_lr, warmup_steps, max_scale)
+
+
+def _check_max_lr(max_lr: Any, optimizer: Optimizer) -> None:
+    several = isinstance(max_lr, (list, tuple))
+    groups = len(getattr(optimizer, "param_groups", ()))
+    if several and len(max_lr) != groups:
+        raise ValueError(
+            f"max_lr must be one number, or one for each of the {groups} parameter groups, got {len(max_lr)} of them"
+        )
+    for lr in max_lr if several else [max_lr]:
+        number = float(lr) if isinstance(lr, Tensor) else lr
+        guard.check_number("max_lr", number, lambda x: 0 <= x < math.inf, "be at least 0 and finite", "1e-3")
+
+
+def _check_total_steps(total_steps: int | None, epochs: int | None, steps_per_epoch: int | None) -> int:
+    if total_steps is not None:
+        guard.check_count("total_steps", total_steps)
+        return total_steps
+    if epochs is None or steps_per_epoch is None:
+        raise ValueError(
+            f"total_steps must be given, or epochs and steps_per_epoch, got total_steps=None, epochs={epochs}, "
+            f"steps_per_epoch={steps_per_epoch}; write for example total_steps=10_000"
+        )
+    guard.check_count("epochs", epochs)
+    guard.check_count("steps_per_epoch", steps_per_epoch)
+    return epochs * steps_per_epoch
+
+
+def _warn_without_effect(auto: bool, spread: float, warmup_steps: int, steps: int, decay: str) -> None:
+    problem = None
+    if auto and spread == 0:
+        problem = "enable_auto_lr has no effect with ensemble_lr_spread_ratio=0: give a spread, for example 1/9"
+    elif auto and warmup_steps >= steps:
+        problem = (
+            f"enable_auto_lr has no effect: auto_lr_warmup_steps={warmup_steps} is not less than the run's {steps} "
+            f"steps; for this run write for example auto_lr_warmup_steps={max(1, steps // 3)}"
+        )
+    elif decay != "one_cycle" and not auto:
+        problem = f"auto_lr_decay={decay!r} has no effect without enable_auto_lr=True"
+    if problem is not None:
+        warnings.warn(problem, stacklevel=3)

@@ -1,0 +1,75 @@
+"""Who the replicas are, and the only place that talks to the other ones.
+
+Collectives run on a process group of our own, made when the first one is needed, so that they can never be
+mixed up with those of DDP or of a data loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Replicas:
+    """The data-parallel replicas of one model, seen from one of them.
+
+    Attributes:
+        rank: which replica this is, 0 to size - 1.
+        size: how many there are; 1 where torch.distributed is not initialised.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self.rank = 0
+        self.size = 1
+        self._parent = process_group
+        self._own: dist.ProcessGroup | None = None
+        if dist.is_available() and dist.is_initialized():
+            self.rank = dist.get_rank(process_group)
+            self.size = dist.get_world_size(process_group)
+            if self.rank < 0:
+                raise ValueError("process_group must contain this rank; give each rank the group that it is in")
+
+    def gather(self, values: Tensor) -> list[list[float]]:
+        """Every replica's float64 vector `values`, by replica: one collective, one read from the device."""
+        if self.size == 1:
+            return [values.tolist()]
+        everyone = values.new_empty(self.size, values.numel())
+        dist.all_gather(list(everyone.unbind()), values, group=self._group())
+        return everyone.tolist()
+
+    def start_mean(self, flat: Tensor) -> dist.Work | None:
+        """Begin to replace `flat`, a contiguous tensor, by its sum over the replicas; see `finish_mean`."""
+        if self.size == 1:
+            return None
+        work: dist.Work = dist.all_reduce(flat, group=self._group(), async_op=True)
+        return work
+
+    def finish_mean(self, flat: Tensor, work: dist.Work | None) -> None:
+        """Wait for `start_mean` (on the device, where that is possible) and turn the sum into the mean."""
+        if work is not None:
+            work.wait()
+            flat.div_(self.size)
+
+    def close(self) -> None:
+        """Give back the process group, if one was made. Not a collective."""
+        if self._own is not None and dist.is_initialized():
+            dist.destroy_process_group(self._own)
+        self._own = None
+
+    def _group(self) -> dist.ProcessGroup:
+        if self._own is None:
+            if self._parent is None:
+                self._own = dist.new_group()
+            else:
+                ranks: Sequence[int] = dist.get_process_group_ranks(self._parent)
+                self._own = dist.new_group(list(ranks), use_local_synchronization=True)
+        assert self._own is not None
+        return self._own
+
+
+def collective_device(tensors: Sequence[Tensor]) -> torch.device:
+    """Where small vectors must live to be gathered beside `tensors`."""
+    return tensors[0].device if tensors else torch.device("cpu")

@@ -1,0 +1,158 @@
+"""Where the run is, who the replicas are, and who tries what in this round. No tensors, no traffic."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+from hdet.assignment import deal
+from hdet.hyperparameter import Hyperparameter
+from hdet.replicas import Replicas
+
+
+@dataclass
+class Progress:
+    """Where the run is.
+
+    Attributes:
+        step: optimizer steps taken.
+        round: rounds ended.
+        step_in_round: optimizer steps of this round.
+        finished: there are no more rounds.
+        equal: the replicas are known to hold the same weights. Not saved: the weights are loaded apart.
+    """
+
+    step: int = 0
+    round: int = 0
+    step_in_round: int = 0
+    finished: bool = False
+    equal: bool = False
+
+
+class Rounds:
+    """The rounds of one run, seen from one replica.
+
+    Args:
+        hyperparameters: what is explored.
+        interval: optimizer steps per round.
+        total_steps: optimizer steps of the whole run, if known.
+        seed: what the slots are dealt from.
+        process_group: the replicas; by default all ranks.
+
+    Attributes:
+        at: the progress.
+        dealt: this round's multipliers by hyperparameter and replica; the same on every replica.
+    """
+
+    def __init__(
+        self,
+        hyperparameters: Sequence[Hyperparameter],
+        interval: int,
+        total_steps: int | None,
+        seed: int,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        self.at = Progress()
+        self.dealt: dict[str, tuple[float, ...]] = {}
+        self._hyperparameters = tuple(hyperparameters)
+        self._explores = any(h.diverges for h in hyperparameters)
+        self._interval = interval
+        self._total_steps = total_steps
+        self._seed = seed
+        self._process_group = process_group
+        self._replicas: Replicas | None = None
+        self._at_end = weakref.finalize(self, _warn_unfinished, self.at)
+
+    @property
+    def replicas(self) -> Replicas:
+        """Who the replicas are: fixed by the first optimizer step, looked up anew before it."""
+        return self._replicas if self._replicas is not None else Replicas(self._process_group)
+
+    @property
+    def diverges(self) -> bool:
+        """Whether the replicas train under different values: something is explored, and there are several."""
+        return self._explores and self.replicas.size > 1
+
+    @property
+    def multipliers(self) -> dict[str, float]:
+        """This replica's multipliers, by hyperparameter."""
+        replicas = self.replicas
+        dealt = self.dealt or self._deal(replicas)
+        return {name: row[replicas.rank] for name, row in dealt.items()}
+
+    def start(self) -> bool:
+        """Fix who the replicas are and deal the first slots; False if that was done before."""
+        if self._replicas is not None:
+            return False
+        self._replicas = Replicas(self._process_group)
+        if self._explores and self._replicas.size == 1:
+            warnings.warn(
+                "there is one replica only, so the spread has no effect and this is plain training; launch "
+                "several with torchrun and call torch.distributed.init_process_group() first",
+                stacklevel=2,
+            )
+        self.dealt = self._deal(self._replicas)
+        return True
+
+    def count_step(self) -> bool:
+        """Count one optimizer step; whether the round ends with it."""
+        self.at.step += 1
+        self.at.step_in_round += 1
+        self.at.equal = not self.diverges
+        return self.full or self.at.step == self._total_steps
+
+    @property
+    def full(self) -> bool:
+        """Whether this round has all its steps."""
+        return self.at.step_in_round >= self._interval
+
+    def next_round(self) -> None:
+        """End this round and deal the next one."""
+        self.go_to(self.at.step, self.at.round + 1, 0, self.at.finished, self.at.equal)
+
+    def finish(self) -> None:
+        """No more rounds: every multiplier is 1 from now on."""
+        self.go_to(self.at.step, self.at.round, 0, finished=True, equal=True)
+
+    def start_from(self, step: int) -> None:
+        """Go to a step that was reached without an ensemble."""
+        self.go_to(step, step // self._interval, step % self._interval, step == self._total_steps)
+
+    def go_to(self, step: int, round: int, step_in_round: int, finished: bool, equal: bool = False) -> None:
+        """Go to a place in the run and deal its slots."""
+        at = self.at
+        at.step, at.round, at.step_in_round = step, round, step_in_round
+        at.finished, at.equal = finished, equal
+        if self._replicas is not None:
+            self.dealt = self._deal(self._replicas)
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """The progress. The slots are dealt again from it, on any number of replicas."""
+        return {key: value for key, value in asdict(self.at).items() if key != "equal"}
+
+    def close(self) -> None:
+        """Give back the process group, and warn if the run ends in mid-round."""
+        if self._replicas is not None:
+            self._replicas.close()
+        self._at_end()
+
+    def _deal(self, replicas: Replicas) -> dict[str, tuple[float, ...]]:
+        plain = (1.0,) * replicas.size
+        return {
+            h.name: plain
+            if self.at.finished or not h.diverges
+            else deal(replicas.size, self._seed, self.at.round, h.name, h.spread, h.ladder)
+            for h in self._hyperparameters
+        }
+
+
+def _warn_unfinished(at: Progress) -> None:
+    if at.step_in_round > 0 and not at.finished and not at.equal:
+        warnings.warn(
+            "a run ended in mid-round: the replicas hold different weights; call ensemble.finish() at the end",
+            stacklevel=2,
+        )

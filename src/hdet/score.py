@@ -1,0 +1,77 @@
+"""What a replica is judged by: its mean loss over a round, added up on the device without waiting for it."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, SupportsFloat, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+Loss: TypeAlias = Tensor | SupportsFloat
+
+
+def as_loss(loss: Loss) -> Tensor | float:
+    """`loss` as a detached 0-d tensor of at least single precision, or as a float. Reads nothing back.
+
+    Raises:
+        TypeError: for anything but a real floating-point tensor or a real number.
+        ValueError: for a tensor with several elements.
+    """
+    if isinstance(loss, Tensor):
+        if not loss.is_floating_point():
+            raise TypeError(f"loss must be a real floating-point tensor, got dtype {loss.dtype}")
+        if loss.numel() != 1:
+            raise ValueError(
+                f"loss must have one element, got shape {tuple(loss.shape)}; pass loss.mean(), "
+                "the mean over this replica's batch"
+            )
+        scalar = loss.detach().reshape(())
+        return scalar if scalar.dtype in (torch.float32, torch.float64) else scalar.float()
+    if isinstance(loss, numbers.Real) and not isinstance(loss, bool):
+        return float(loss)
+    raise TypeError(
+        f"loss must be a tensor with one element or a real number, got {type(loss).__name__}; "
+        "pass this replica's training loss, for example step(loss)"
+    )
+
+
+class Score:
+    """The mean of the losses added since `reset()`: one per step, or one per micro-batch."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | float = 0.0
+        self._count = 0
+
+    def add(self, loss: Tensor | float) -> None:
+        """Add one loss, as `as_loss` returns it. No collective, no host read."""
+        total = self._total
+        self._count += 1
+        if not isinstance(total, Tensor):
+            self._total = loss + total
+        elif isinstance(loss, Tensor) and loss.device != total.device:
+            self._total = total.to(loss.device) + loss
+        else:
+            total += loss
+
+    def mean(self, device: torch.device) -> Tensor:
+        """The mean so far, a float64 scalar on `device`; NaN if nothing was added."""
+        if self._count == 0:
+            return torch.full((), math.nan, dtype=torch.float64, device=device)
+        return torch.as_tensor(self._total, dtype=torch.float64, device=device) / self._count
+
+    def reset(self) -> None:
+        """Begin a new round."""
+        self._total, self._count = 0.0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was added so far in this round, to the last bit."""
+        total = self._total
+        return {"total": total.clone() if isinstance(total, Tensor) else total, "count": self._count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`."""
+        total = state["total"]
+        self._total = total.clone() if isinstance(total, Tensor) else float(total)
+        self._count = cast(int, state["count"])
