@@ -6,6 +6,8 @@ Every replica's traceback is shown; a replica that does not come back in time is
 import multiprocessing
 import multiprocessing.connection
 import os
+import pathlib
+import pickle
 import tempfile
 import time
 import traceback
@@ -14,6 +16,9 @@ import warnings
 import torch.distributed as dist
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The fork server looks for what it preloads on PYTHONPATH only.
+_here = str(pathlib.Path(__file__).parent)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_here, os.environ.get("PYTHONPATH")]))
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["preload"])
 
@@ -52,7 +57,7 @@ def _collect(pipes, deadline):
         waiting = [p for p, o in zip(pipes, outcomes, strict=True) if o is None]
         for pipe in multiprocessing.connection.wait(waiting, timeout=0.2):
             try:
-                outcome = pipe.recv()
+                outcome = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 outcome = (False, "died without a word")
             outcomes[pipes.index(pipe)] = outcome
@@ -67,12 +72,12 @@ def _child(function, args, rank, size, store, initialise, pipe):
             initialise_gloo(rank, size, store)
         else:
             os.environ.update(HDET_TEST_RANK=str(rank), HDET_TEST_SIZE=str(size), HDET_TEST_STORE=store)
-        pipe.send((True, function(*args)))
+        pipe.send_bytes(pickle.dumps((True, function(*args))))
         if dist.is_initialized():
             dist.barrier()  # nobody leaves while others still talk to it
             dist.destroy_process_group()
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
 
 
 def initialise_gloo(rank=None, size=None, store=None):

@@ -126,18 +126,14 @@ class Ensemble:
         self._add_loss(loss)
         if not self._fan_out.stepped:
             self._note_unseen()
-            return
-        self._fan_out.stepped = False
-        self._unseen = 0
-        if not self._rounds.count_step():
-            return
-        self._end_round(full=self._rounds.full)
-        if self._rounds.at.step == self.total_steps:
-            self.finish()
+        elif self._count_step():
+            self._end_round(full=self._rounds.full)
 
     def converge(self) -> None:
         """Average the replicas now and begin a new round. Collective; the controller ignores the cut round."""
         self._start()
+        if self._fan_out.stepped:
+            self._count_step()
         self._end_round(full=False)
 
     def finish(self) -> None:
@@ -149,7 +145,7 @@ class Ensemble:
         if self._rounds.at.finished:
             return
         if not self._equal:
-            self._end_round(full=False)
+            self.converge()
         self._rounds.finish()
         self._fan_out.multipliers = self._rounds.multipliers
 
@@ -265,6 +261,12 @@ class Ensemble:
         if self._rounds.start():
             self._fan_out.multipliers = self._rounds.multipliers
 
+    def _count_step(self) -> bool:
+        """Count the optimizer step that was taken; whether the round ends with it."""
+        self._fan_out.stepped = False
+        self._unseen = 0
+        return self._rounds.count_step()
+
     def _end_round(self, full: bool) -> None:
         if self._rounds.diverges and not self._rounds.at.finished:
             tensors = self._weights()
@@ -274,10 +276,11 @@ class Ensemble:
             self._rounds.at.equal = True
             self._control(full, scores)
         self._score.reset()
-        self._fan_out.stepped = False
         self._rounds.next_round()
         self._fan_out.scales = self.scales
         self._fan_out.multipliers = self._rounds.multipliers
+        if self._rounds.at.step == self.total_steps:
+            self.finish()
 
     def _control(self, full: bool, scores: tuple[float, ...]) -> None:
         at = self._rounds.at

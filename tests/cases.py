@@ -1,0 +1,107 @@
+"""The optimizers and schedulers that the table of invariants runs over."""
+
+import torch
+from torch import nn, optim
+from torch.optim import lr_scheduler
+
+
+def groups(model):
+    """Two parameter groups: matrices and the rest, with different learning rates later on."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    return matrices, rest
+
+
+def _two_groups(kind, lr, **options):
+    def make(model):
+        matrices, rest = groups(model)
+        second = torch.tensor(lr / 2) if options.get("tensor") else lr / 2
+        first = torch.tensor(lr) if options.get("tensor") else lr
+        known = {k: v for k, v in options.items() if k != "tensor"}
+        return [kind([{"params": matrices}, {"params": rest, "lr": second}], lr=first, **known)]
+
+    return make
+
+
+def _muon_beside_adamw(model):
+    matrices, rest = groups(model)
+    half = len(matrices) // 2
+    muon = optim.Muon([{"params": matrices[:half]}, {"params": matrices[half:]}], lr=0.02, weight_decay=0.1)
+    return [muon, optim.AdamW([{"params": rest}], lr=0.01)]
+
+
+OPTIMIZERS = {
+    "sgd": _two_groups(optim.SGD, 0.05),
+    "sgd_coupled": _two_groups(optim.SGD, 0.05, momentum=0.9, weight_decay=0.1),
+    "sgd_foreach": _two_groups(optim.SGD, 0.05, momentum=0.9, nesterov=True, foreach=True),
+    "adam": _two_groups(optim.Adam, 0.01),
+    "adam_coupled": _two_groups(optim.Adam, 0.01, weight_decay=0.1, amsgrad=True),
+    "adam_fused": _two_groups(optim.Adam, 0.01, fused=True),
+    "adamw": _two_groups(optim.AdamW, 0.01, weight_decay=0.1),
+    "adamw_foreach": _two_groups(optim.AdamW, 0.01, foreach=True),
+    "adamw_fused": _two_groups(optim.AdamW, 0.01, fused=True),
+    "adamw_tensor_lr": _two_groups(optim.AdamW, 0.01, foreach=False, tensor=True),
+    "nadam": _two_groups(optim.NAdam, 0.01, weight_decay=0.1),
+    "radam": _two_groups(optim.RAdam, 0.01),
+    "rmsprop": _two_groups(optim.RMSprop, 0.01, momentum=0.9, centered=True),
+    "adagrad": _two_groups(optim.Adagrad, 0.05),
+    "adafactor": _two_groups(optim.Adafactor, 0.05),
+    "adamax": _two_groups(optim.Adamax, 0.01),
+    "adadelta": _two_groups(optim.Adadelta, 1.0),
+    "muon_beside_adamw": _muon_beside_adamw,
+}
+
+STEPS = 11
+
+
+def _sequential(o):
+    return lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.2, 1.0, 3), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[3]
+    )
+
+
+def _chained(o):
+    return lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o, 0.5, 4), lr_scheduler.ExponentialLR(o, 0.9)])
+
+
+SCHEDULERS = {
+    "none": None,
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda e: 0.9**e),
+    "multiplicative": lambda o: lr_scheduler.MultiplicativeLR(o, lambda e: 0.95),
+    "step": lambda o: lr_scheduler.StepLR(o, 3, 0.5),
+    "multistep": lambda o: lr_scheduler.MultiStepLR(o, [2, 5], 0.5),
+    "constant": lambda o: lr_scheduler.ConstantLR(o, 0.5, 4),
+    "linear": lambda o: lr_scheduler.LinearLR(o, 0.2, 1.0, 6),
+    "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "polynomial": lambda o: lr_scheduler.PolynomialLR(o, STEPS + 1, 2.0),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS),
+    "warm_restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.01, step_size_up=3, cycle_momentum=False),
+    "one_cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.02, total_steps=STEPS, cycle_momentum=False),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
+    "sequential": _sequential,
+    "chained": _chained,
+}
+
+
+class Net(nn.Module):
+    """Small, with BatchNorm, an int buffer, a tied and a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.tied = nn.Linear(8, 8, bias=False)
+        self.outer = nn.Linear(8, 2)
+        self.again = self.tied
+        self.frozen = nn.Parameter(torch.full((2,), 0.5), requires_grad=False)
+
+    def forward(self, x):
+        x = torch.tanh(self.norm(self.inner(x)))
+        return self.outer(self.again(torch.tanh(self.tied(x)))) + self.frozen
+
+
+def batch(replica, step, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(7919 * replica + step)
+    x = torch.randn(8, 6, generator=generator, dtype=dtype)
+    return x, torch.stack([x.sum(1).sin(), x[:, 0] * x[:, 1]], 1)

@@ -1,0 +1,173 @@
+"""One table of invariants that every optimizer goes through under every scheduler, on real processes."""
+
+import copy
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from cases import OPTIMIZERS, SCHEDULERS, STEPS, Net, batch
+from processes import run
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+import hdet
+
+INTERVAL = 3
+ROUND_ENDS = {3, 6, 9, STEPS}
+
+
+class Training:
+    """A training run: plain DDP, or with an ensemble around it."""
+
+    def __init__(self, optimizer, scheduler, spread=None):
+        torch.manual_seed(3)
+        self.model = DistributedDataParallel(Net(), forward_sync_buffers=False)
+        self.optimizers = OPTIMIZERS[optimizer](self.model)
+        make = SCHEDULERS[scheduler]
+        self.schedulers = [make(o) for o in self.optimizers] if make else []
+        self.ensemble = None
+        if spread is not None:
+            rates = hdet.learning_rate(self.optimizers, spread=spread, per_group=True)
+            self.ensemble = hdet.Ensemble(
+                self.optimizers,
+                [rates],
+                total_steps=STEPS,
+                interval=INTERVAL,
+                controller=hdet.Softmax(temperature=0.1),
+                model=self.model,
+                seed=11,
+            )
+        self.bases = []
+
+    def step(self, step):
+        x, y = batch(dist.get_rank(), step)
+        loss = ((self.model(x) - y) ** 2).mean()
+        for o in self.optimizers:
+            o.zero_grad()
+        loss.backward()
+        for o in self.optimizers:
+            o.step()
+        for s in self.schedulers:
+            s.step(*([1.0 / (1 + step // 4)] if isinstance(s, ReduceLROnPlateau) else []))
+        if self.ensemble is not None:
+            self.ensemble.step(loss)
+        self.bases.append([float(g["lr"]) for o in self.optimizers for g in o.param_groups])
+
+    def tensors(self):
+        """Weights, floating-point buffers and optimizer state, in a fixed order."""
+        found = [p.detach() for p in self.model.parameters()]
+        found += [b for b in self.model.buffers() if b.is_floating_point()]
+        for o in self.optimizers:
+            for g in o.param_groups:
+                for p in g["params"]:
+                    found += [v for _, v in sorted(o.state[p].items()) if isinstance(v, torch.Tensor)]
+        return found
+
+    def state(self):
+        return copy.deepcopy(
+            {
+                "model": self.model.module.state_dict(),
+                "optimizers": [o.state_dict() for o in self.optimizers],
+                "schedulers": [s.state_dict() for s in self.schedulers],
+                "ensemble": self.ensemble.state_dict(),
+            }
+        )
+
+    def load(self, state):
+        state = copy.deepcopy(state)
+        self.model.module.load_state_dict(state["model"])
+        for o, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            o.load_state_dict(saved)
+        for s, saved in zip(self.schedulers, state["schedulers"], strict=True):
+            s.load_state_dict(saved)
+        self.ensemble.load_state_dict(state["ensemble"])
+
+
+def same(ours, theirs):
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def equal_on_all_ranks(tensors):
+    flat = torch.cat([t.flatten().double() for t in tensors])
+    everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, flat)
+    return all(torch.equal(everyone[0], other) for other in everyone)
+
+
+def random_states():
+    numpy_state = np.random.get_state()
+    return torch.get_rng_state().tolist(), (numpy_state[1].tolist(), numpy_state[2]), random.getstate()
+
+
+def check_spread_zero(optimizer, scheduler):
+    plain, zero = Training(optimizer, scheduler), Training(optimizer, scheduler, spread=0.0)
+    calls = Counter()
+    originals = {name: getattr(dist, name) for name in ("all_reduce", "all_gather", "broadcast", "new_group")}
+    for name, original in originals.items():
+        setattr(dist, name, lambda *a, _n=name, _f=original, **k: (calls.update([_n]), _f(*a, **k))[1])
+    for step in range(STEPS):
+        plain.step(step)
+        zero.step(step)
+    for name, original in originals.items():
+        setattr(dist, name, original)
+    assert calls == Counter(), f"spread 0 issued {calls}"
+    assert same(plain.tensors(), zero.tensors()), "spread 0 is not plain training"
+    assert plain.bases == zero.bases
+    return plain
+
+
+def check_rounds(optimizer, scheduler, plain):
+    training = Training(optimizer, scheduler, spread=0.3)
+    before = random_states()
+    saved = None
+    for step in range(1, STEPS + 1):
+        training.step(step - 1)
+        weights = [p.detach() for p in training.model.parameters() if p.requires_grad]
+        if step in ROUND_ENDS:
+            assert not training.ensemble.mid_round
+            assert equal_on_all_ranks(training.tensors()), f"replicas differ at the end of a round, step {step}"
+        else:
+            assert training.ensemble.mid_round
+            assert not equal_on_all_ranks(weights), f"replicas are equal within a round, step {step}"
+        if step == 5:
+            saved = training.state()
+    assert random_states() == before, "a global random generator was touched"
+    assert training.bases == plain.bases, "the scheduler saw something else than the base"
+    scales = torch.tensor(list(training.ensemble.scales.values()), dtype=torch.float64)
+    assert equal_on_all_ranks([scales])
+    assert (scales != 1).any(), "the controller did not move"
+    assert torch.equal(training.model.module.frozen, torch.full((2,), 0.5))
+    return training, saved
+
+
+def check_resume(optimizer, scheduler, uninterrupted, saved):
+    resumed = Training(optimizer, scheduler, spread=0.3)
+    resumed.load(saved)
+    for step in range(5, STEPS):
+        resumed.step(step)
+    assert same(resumed.tensors(), uninterrupted.tensors()), "resume in mid-round is not bitwise"
+    assert resumed.ensemble.state_dict() == uninterrupted.ensemble.state_dict()
+    assert resumed.bases == uninterrupted.bases[5:]
+
+
+def all_schedulers(optimizer, schedulers):
+    for scheduler in schedulers:
+        try:
+            plain = check_spread_zero(optimizer, scheduler)
+            uninterrupted, saved = check_rounds(optimizer, scheduler, plain)
+            check_resume(optimizer, scheduler, uninterrupted, saved)
+        except Exception as error:
+            raise AssertionError(f"{optimizer} under {scheduler}: {error}") from error
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_two_replicas(optimizer):
+    run(all_schedulers, 2, optimizer, list(SCHEDULERS), timeout=200)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd_coupled", "adamw", "muon_beside_adamw"])
+def test_four_replicas(optimizer):
+    run(all_schedulers, 4, optimizer, ["one_cycle", "cosine", "plateau"], timeout=200)

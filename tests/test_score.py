@@ -1,0 +1,105 @@
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from hdet.score import Score, as_loss
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        torch.tensor(1.5),
+        torch.tensor([1.5]),
+        torch.tensor([[1.5]]),
+        torch.tensor(1.5, dtype=torch.float64),
+        torch.tensor(1.5, dtype=torch.bfloat16),
+        torch.tensor(1.5, dtype=torch.float16),
+        torch.tensor(1.5, requires_grad=True),
+        torch.tensor(1.5).to(torch.float8_e5m2),
+        1.5,
+        np.float32(1.5),
+        np.float64(1.5),
+    ],
+)
+def test_what_a_loss_can_be(loss):
+    score = Score()
+    for _ in range(3):
+        score.add(as_loss(loss))
+    assert score.mean(CPU).item() == 1.5
+    assert score.mean(CPU).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "match"),
+    [
+        (torch.zeros(3), ValueError, r"one element, got shape \(3,\)"),
+        (torch.zeros(0), ValueError, "one element"),
+        (torch.tensor(1j), TypeError, "real floating-point"),
+        (torch.tensor(3), TypeError, "int64"),
+        (1j, TypeError, "complex"),
+        ({"loss": 1.0}, TypeError, "dict"),
+        (None, TypeError, "NoneType"),
+        ("1.0", TypeError, "str"),
+        (True, TypeError, "bool"),
+    ],
+)
+def test_what_a_loss_cannot_be(loss, error, match):
+    with pytest.raises(error, match=match):
+        as_loss(loss)
+
+
+def test_mixed_kinds_and_empty():
+    score = Score()
+    assert score.mean(CPU).isnan()
+    for loss in (1.0, torch.tensor(2.0), 3.0, torch.tensor(6.0, dtype=torch.float64)):
+        score.add(as_loss(loss))
+    assert score.mean(CPU).item() == 3.0
+    score.reset()
+    assert score.mean(CPU).isnan()
+
+
+def test_the_graph_is_not_kept_alive_and_the_loss_is_not_changed():
+    class Held:
+        pass
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.held = Held()
+            graphs.append(weakref.ref(ctx.held))
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    graphs = []
+    loss = Double.apply(torch.ones(3, requires_grad=True)).sum()
+    assert graphs[0]() is not None
+    score = Score()
+    score.add(as_loss(loss))
+    score.add(as_loss(loss))
+    assert loss.item() == 6
+    del loss
+    gc.collect()
+    assert graphs[0]() is None
+
+
+def test_state_goes_on_to_the_last_bit():
+    losses = torch.rand(20).unbind()
+    whole, first, second = Score(), Score(), Score()
+    for loss in losses:
+        whole.add(loss)
+    for loss in losses[:7]:
+        first.add(loss)
+    state = first.state_dict()
+    first.add(losses[7])  # does not reach into the saved state
+    second.load_state_dict(state)
+    for loss in losses[7:]:
+        second.add(loss)
+    assert torch.equal(whole.mean(CPU), second.mean(CPU))
