@@ -1,0 +1,158 @@
+"""Fan-out within `optimizer.step()`: what the optimizer sees, and that the bases always come back."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from single import pretended
+from torch import nn, optim
+
+import hdet
+from hdet.hooks import WeakHook
+
+
+def make(lr=0.1, spread=0.5, optimizer=optim.SGD, per_group=False, n=2):
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(n)]
+    o = optimizer([{"params": [p]} for p in parameters], lr=lr)
+    rate = hdet.learning_rate(o, spread=spread, per_group=per_group)
+    ensemble = hdet.Ensemble(o, [rate], interval=1000)
+    for p in parameters:
+        p.grad = torch.ones(3)
+    return parameters, o, ensemble
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_step_is_taken_with_this_replicas_value(rank):
+    with pretended(rank):
+        parameters, o, ensemble = make()
+        multiplier = ensemble.multipliers["learning_rate"]
+        assert multiplier in (0.5, 1.5)
+        o.step()
+        assert parameters[0].tolist() == pytest.approx([-0.1 * multiplier] * 3)
+        assert [g["lr"] for g in o.param_groups] == [0.1, 0.1]
+
+
+def test_groups_explored_on_their_own_have_their_own_slots():
+    with pretended(0, 8):
+        parameters, o, ensemble = make(per_group=True, n=6)
+        o.step()
+        taken = [-p[0].item() / 0.1 for p in parameters]
+        assert taken == pytest.approx(list(ensemble.multipliers.values()))
+        assert len({round(t, 6) for t in taken}) > 1
+
+
+def test_nested_steps_apply_once_and_the_outer_step_keeps_its_value():
+    seen = []
+
+    class Outer(optim.SGD):
+        def step(self, closure=None):
+            seen.append(self.param_groups[0]["lr"])
+            super().step(closure)
+            seen.append(self.param_groups[0]["lr"])
+
+    make(optimizer=optim.SGD)  # gives the parent class its own hooks
+    with pretended():
+        parameters, o, ensemble = make(optimizer=Outer)
+        o.step()
+        value = 0.1 * ensemble.multipliers["learning_rate"]
+        assert seen == [value, value]
+        assert parameters[0][0].item() == pytest.approx(-value)
+        assert o.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("as_keyword", [False, True])
+def test_a_closure_works_and_one_that_raises_restores_the_bases(as_keyword):
+    def bad():
+        raise KeyError("on purpose")
+
+    def call(o, closure):
+        return o.step(closure=closure) if as_keyword else o.step(closure)
+
+    with pretended():
+        parameters, o, ensemble = make()
+        with pytest.raises(KeyError, match="on purpose"):
+            call(o, bad)
+        assert [g["lr"] for g in o.param_groups] == [0.1, 0.1]
+        assert call(o, lambda: torch.tensor(4.0)) == 4.0
+        value = 0.1 * ensemble.multipliers["learning_rate"]
+        assert parameters[0][0].item() == pytest.approx(-value)
+        assert o.param_groups[0]["lr"] == 0.1
+
+
+def test_an_optimizer_that_raises_leaves_nothing_in_checkpoints():
+    class Fragile(optim.SGD):
+        def step(self, closure=None):
+            raise ValueError("on purpose")
+
+    with pretended():
+        _, o, ensemble = make(optimizer=Fragile)
+        for save in (o.state_dict, ensemble.state_dict):
+            with pytest.raises(ValueError, match="on purpose"):
+                o.step()
+            save()
+            assert [g["lr"] for g in o.param_groups] == [0.1, 0.1]
+
+
+def test_groups_that_share_one_tensor_learning_rate_do_not_disturb_each_other():
+    shared = torch.tensor(0.1)
+    with pretended(0, 8):
+        parameters, o, ensemble = make(lr=shared, per_group=True, n=4)
+        o.step()
+        taken = [-p[0].item() / 0.1 for p in parameters]
+        assert taken == pytest.approx(list(ensemble.multipliers.values()), rel=1e-6)
+        assert all(g["lr"] is shared for g in o.param_groups)
+        assert shared.item() == pytest.approx(0.1)
+
+
+def test_loading_optimizer_state_in_mid_run_is_fine():
+    with pretended():
+        parameters, o, ensemble = make()
+        o.step()
+        state = o.state_dict()
+        assert state["param_groups"][0]["lr"] == 0.1
+        o.load_state_dict(state)
+        o.step()
+        value = 0.1 * ensemble.multipliers["learning_rate"]
+        assert parameters[0][0].item() == pytest.approx(-2 * value)
+        assert o.param_groups[0]["lr"] == 0.1
+
+
+def test_close_removes_every_hook_and_so_does_dropping_the_ensemble():
+    def tables(o):
+        return o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks, o._optimizer_state_dict_pre_hooks
+
+    with pretended():
+        model = nn.Linear(2, 2)
+        o = optim.SGD(model.parameters(), lr=0.1)
+        ensemble = hdet.Ensemble(o, interval=10, model=model)
+        assert all(tables(o))
+        assert model._state_dict_pre_hooks
+        ensemble.close()
+        assert not any(tables(o))
+        assert not model._state_dict_pre_hooks
+        ensemble = hdet.Ensemble(o, interval=10, model=model)
+        del ensemble  # no reference cycle: gone at once
+        assert not any(tables(o))
+        assert not model._state_dict_pre_hooks
+
+
+def test_models_with_hooks_can_be_copied_and_pickled():
+    model = nn.Linear(2, 2)
+    o = optim.SGD(model.parameters(), lr=0.1)
+    ensemble = hdet.Ensemble(o, interval=10, model=model)
+    pickle.loads(pickle.dumps(model)).state_dict()
+    copy.deepcopy(model).state_dict()
+    copy.deepcopy(o).step()
+    assert WeakHook(None)() is None
+    ensemble.close()
+
+
+def test_a_new_group_is_explored_along_with_the_joint_learning_rate():
+    with pretended():
+        _, o, ensemble = make()
+        late = nn.Parameter(torch.zeros(1))
+        late.grad = torch.ones(1)
+        o.add_param_group({"params": [late], "lr": 0.2})
+        o.step()
+        assert late.item() == pytest.approx(-0.2 * ensemble.multipliers["learning_rate"])
