@@ -49,18 +49,18 @@ from hdet.converge import BUCKET_BYTES, average
 from hdet.replicas import Replicas
 
 NEVER = 10**8
+VOCABULARY = 2_000
+SLOW = "all_reduce per parameter"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured. `tokens` is the transformer's batch on each rank, sequences by length."""
+    """How much is measured. `model` is the transformer's width and layers, `tokens` a rank's batch."""
 
     step_turns: int = 300
-    steps_per_turn: int = 20
     rounds: int = 13
     interval: int = 8
-    width: int = 384
-    layers: int = 5
+    model: tuple[int, int] = (384, 5)
     tokens: tuple[int, int] = (8, 32)
     elements: int = 25_000_000
     tensors: tuple[int, int] = (96, 2_500)
@@ -69,7 +69,7 @@ class Sizes:
     bucket_bytes: int = BUCKET_BYTES
 
 
-SMOKE = Sizes(10, 2, 3, 2, 16, 1, (2, 4), 100_000, (6, 20), (2,), 3)
+SMOKE = Sizes(10, 3, 2, (16, 1), (2, 4), 100_000, (6, 20), (2,), 3)
 
 
 class Row:
@@ -111,30 +111,29 @@ def tiny_optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": [p]} for p in parameters], lr=1e-6, momentum=0.9)
 
 
-def measure_step(sizes: Sizes) -> list[list[float]]:
-    """Microseconds per step in each turn: OneCycleLR, OneCycleAutoLR, OneCycleLR again."""
+def measure_step(turns: int) -> list[list[float]]:
+    """Microseconds per step in each turn of 20 steps: OneCycleLR, OneCycleAutoLR, OneCycleLR again."""
     optimizers = [tiny_optimizer() for _ in range(3)]
-    plain, again = (OneCycleLR(optimizers[i], 1e-6, NEVER) for i in (0, 2))
     options: dict[str, Any] = {"model_sync_interval": NEVER, "enable_auto_lr": True}
     ours = hdet.OneCycleAutoLR(optimizers[1], 1e-6, NEVER, ensemble_lr_spread_ratio=0.3, **options)
-    loss = torch.ones((), requires_grad=True) * 2
+    first, second = (OneCycleLR(optimizers[i], 1e-6, NEVER) for i in (0, 2))
+    schedules = [first.step, partial(ours.step, torch.ones((), requires_grad=True) * 2), second.step]
 
     def time(step: Callable[[], Any], schedule: Callable[[], None]) -> float:
         begin = perf_counter()
-        for _ in range(sizes.steps_per_turn):
+        for _ in range(20):
             step()
             schedule()
-        return (perf_counter() - begin) / sizes.steps_per_turn * 1e6
+        return (perf_counter() - begin) / 20 * 1e6
 
-    schedules = [plain.step, partial(ours.step, loss), again.step]
     sides = [(optimizer.step, schedule) for optimizer, schedule in zip(optimizers, schedules, strict=True)]
-    turns = [[time(*side) for side in sides] for _ in range(sizes.step_turns + 5)]
+    found = [[time(*side) for side in sides] for _ in range(turns + 5)]
     ours.ensemble.finish()
-    return turns[5:]
+    return found[5:]
 
 
 def step_rows(sizes: Sizes) -> list[Row]:
-    turns = [turn for rank in launch(measure_step, 2, sizes) for turn in rank]
+    turns = [turn for rank in launch(measure_step, 2, sizes.step_turns) for turn in rank]
     return [
         Row("step", "OneCycleLR", "us", [plain for plain, _, _ in turns]),
         Row("step", "OneCycleAutoLR", "us", [ours for _, ours, _ in turns]),
@@ -143,16 +142,15 @@ def step_rows(sizes: Sizes) -> list[Row]:
     ]
 
 
-def language_model(sizes: Sizes, vocabulary: int = 2_000) -> nn.Module:
-    heads, inner = max(1, sizes.width // 64), 4 * sizes.width
-    layer = nn.TransformerEncoderLayer(sizes.width, heads, inner, dropout=0.0, batch_first=True)
-    body = nn.TransformerEncoder(layer, sizes.layers)
-    return nn.Sequential(nn.Embedding(vocabulary, sizes.width), body, nn.Linear(sizes.width, vocabulary))
+def language_model(width: int, layers: int) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(width, max(1, width // 64), 4 * width, dropout=0.0, batch_first=True)
+    body = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+    return nn.Sequential(nn.Embedding(VOCABULARY, width), body, nn.Linear(width, VOCABULARY))
 
 
-def measure_loop(sizes: Sizes) -> dict[str, Any]:
+def measure_loop(sizes: Sizes) -> list[list[float]]:
     """Seconds per round: an ordinary step without the library, the library in it, and in the step that converges."""
-    model = nn.parallel.DistributedDataParallel(language_model(sizes))
+    model = nn.parallel.DistributedDataParallel(language_model(*sizes.model))
     optimizer = torch.optim.AdamW(model.parameters())
     total = sizes.rounds * sizes.interval
     scheduler = OneCycleLR(optimizer, max_lr=1e-4, total_steps=total + 1)
@@ -172,7 +170,7 @@ def measure_loop(sizes: Sizes) -> dict[str, Any]:
     def step() -> tuple[float, float]:
         spent.clear()
         begin = perf_counter()
-        tokens = torch.randint(2_000, sizes.tokens)
+        tokens = torch.randint(VOCABULARY, sizes.tokens)
         loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -185,23 +183,20 @@ def measure_loop(sizes: Sizes) -> dict[str, Any]:
     for _ in range(sizes.rounds):
         *ordinary, last = [step() for _ in range(sizes.interval)]
         rounds.append([*(statistics.mean(times) for times in zip(*ordinary, strict=True)), last[1]])
-    return {"parameters": sum(p.numel() for p in model.parameters()), "rounds": rounds[1:]}
+    return rounds[1:]
 
 
 def loop_rows(sizes: Sizes) -> list[Row]:
-    results = launch(measure_loop, 2, sizes)
-    rounds = [r for result in results for r in result["rounds"]]
-    size = f"{results[0]['parameters'] / 1e6:.1f} M parameters, {sizes.tokens[0]} x {sizes.tokens[1]} tokens"
-
-    def overhead(interval: int) -> list[float]:
-        return [100 * ((interval - 1) * ours + last) / (interval * rest) for rest, ours, last in rounds]
-
+    rounds = [r for rank in launch(measure_loop, 2, sizes) for r in rank]
+    millions = sum(p.numel() for p in language_model(*sizes.model).parameters()) / 1e6
+    size = f"{millions:.1f} M parameters, {sizes.tokens[0]} x {sizes.tokens[1]} tokens"
+    shares = {n: [100 * ((n - 1) * ours + last) / (n * rest) for rest, ours, last in rounds] for n in (100, 1000)}
     return [
         Row("loop", f"rest of a step, {size}", "ms", [rest * 1e3 for rest, _, _ in rounds]),
         Row("loop", "library in an ordinary step", "us", [ours * 1e6 for _, ours, _ in rounds]),
         Row("loop", "library in a step that converges", "ms", [last * 1e3 for _, _, last in rounds]),
-        Row("loop", "overhead at an interval of 100", "%", overhead(100)),
-        Row("loop", "overhead at an interval of 1000", "%", overhead(1000), 0.1),
+        Row("loop", "overhead at an interval of 100", "%", shares[100]),
+        Row("loop", "overhead at an interval of 1000", "%", shares[1000], 0.1),
     ]
 
 
@@ -229,7 +224,7 @@ def ways_to_average(sizes: Sizes, count: int) -> dict[str, Callable[[], None]]:
     return {
         "flat": lambda: all_reduce([flat]),
         "hdet": lambda: average(ours, replicas, sizes.bucket_bytes),
-        "all_reduce per parameter": lambda: all_reduce([p.detach() for p in each]),
+        SLOW: lambda: all_reduce([p.detach() for p in each]),
         "PeriodicModelAverager": lambda: averager.average_parameters(torchs),
     }
 
@@ -245,46 +240,40 @@ def extra_memory(call: Callable[[], None]) -> float:
 
 
 def measure_converge(sizes: Sizes, count: int) -> dict[str, list[float]]:
-    """For each way the extra MB of its first call, then the seconds of each turn."""
+    """For each way the extra MB of a first call, then the seconds of each turn. The slow one takes two turns only."""
     ways = ways_to_average(sizes, count)
-    found = {name: [extra_memory(way)] for name, way in ways.items()}
+    found = {name: [0.0 if name == SLOW else extra_memory(way)] for name, way in ways.items()}
     for turn in range(sizes.converge_turns):
-        names = list(ways)[turn % len(ways) :] + list(ways)[: turn % len(ways)]  # no one always goes first
-        for name in names:
-            dist.barrier()
-            begin = perf_counter()
-            ways[name]()
-            found[name].append(perf_counter() - begin)
+        for name in ways if turn % 2 else reversed(ways):
+            if name != SLOW or turn < 2:
+                dist.barrier()
+                begin = perf_counter()
+                ways[name]()
+                found[name].append(perf_counter() - begin)
     return found
 
 
 def converge_rows(sizes: Sizes, ranks: int, count: int, goal: float) -> list[Row]:
     results = launch(measure_converge, ranks, sizes, count)
-    memory = {name: [result[name][0] for result in results] for name in results[0]}
-    slowest = {name: [max(ts) for ts in zip(*(r[name][1:] for r in results), strict=True)] for name in results[0]}
+    slowest = {name: [max(each) for each in zip(*(r[name][1:] for r in results), strict=True)] for name in results[0]}
     part, flat = f"{ranks} ranks", slowest.pop("flat")
     rows = [Row(part, f"{count} tensors: one flat all_reduce", "ms", [t * 1e3 for t in flat])]
     for name, times in slowest.items():
-        ratios = [t / f for t, f in zip(times, flat, strict=True)]
+        ratios = [t / f for t, f in zip(times, flat, strict=False)]
         rows.append(Row(part, f"{count} tensors: {name} / flat", "x", ratios, goal if name == "hdet" else None))
     for name, most in (("hdet", 64), ("PeriodicModelAverager", None)):
-        rows.append(Row(part, f"{count} tensors: extra memory of {name}", "MB", memory[name], most))
+        rows.append(Row(part, f"{count} tensors: extra memory of {name}", "MB", [r[name][0] for r in results], most))
     return rows
 
 
-def machine() -> dict[str, str]:
-    found = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    torchs = f"Python {platform.python_version()}, torch {torch.__version__}, hdet {hdet.__version__}"
-    return {
-        "machine": f"{found[0]}, {len(found)} cores, {memory:.0f} GB, no GPU, {platform.system()} {platform.release()}",
-        "versions": torchs,
+def write(sizes: Sizes, rows: list[Row], table: str) -> None:
+    path = Path(__file__).parent / "results" / f"overhead-{datetime.date.today()}"
+    cores = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    about = {
+        "machine": f"{cores[0]}, {len(cores)} cores, no GPU, {platform.system()} {platform.release()}",
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, hdet {hdet.__version__}",
         "command": f"python {' '.join(sys.argv)}",
     }
-
-
-def write(about: dict[str, str], sizes: Sizes, rows: list[Row], table: str) -> None:
-    path = Path(__file__).parent / "results" / f"overhead-{datetime.date.today()}"
     everything = {**about, "sizes": asdict(sizes), "rows": [vars(row) for row in rows]}
     path.with_suffix(".json").write_text(json.dumps(everything, indent=1) + "\n")
     facts = "\n".join(f"- {name}: {fact}" for name, fact in about.items())
@@ -294,25 +283,21 @@ def write(about: dict[str, str], sizes: Sizes, rows: list[Row], table: str) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--smoke", action="store_true", help="tiny sizes, to see that it works; the numbers mean nothing"
-    )
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes: it works, but the numbers mean nothing")
     parser.add_argument("--write", action="store_true", help="write the table beside this file, under results/")
     parser.add_argument("--bucket-mb", type=float, default=BUCKET_BYTES / 2**20, help="the size of a converge's bucket")
     options = parser.parse_args()
     multiprocessing.set_forkserver_preload(["torch", "hdet"])
     sizes = replace(SMOKE if options.smoke else Sizes(), bucket_bytes=int(options.bucket_mb * 2**20))
-    began = perf_counter()
     rows = [*step_rows(sizes), *loop_rows(sizes)]
     for ranks in sizes.ranks:
         for count, goal in zip(sizes.tensors, (1.2, 1.5), strict=True):
             rows += converge_rows(sizes, ranks, count, goal)
     head = f"| {'part':8} | {'what':58} | {'median (10 to 90 %)':30} | {'goal':22} |\n|---|---|---|---|"
     table = "\n".join([head, *(row.line() for row in rows)])
-    about = {**machine(), "seconds": f"{perf_counter() - began:.0f}"}
     print(table)
     if options.write:
-        write(about, sizes, rows, table)
+        write(sizes, rows, table)
 
 
 if __name__ == "__main__":

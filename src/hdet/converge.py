@@ -128,18 +128,19 @@ def average(tensors: Sequence[Tensor], replicas: Replicas, bucket_bytes: int = B
 
 
 @contextmanager
-def averaged(tensors: Sequence[Tensor], replicas: Replicas) -> Iterator[None]:
-    """Within it the tensors hold their mean over the replicas; afterwards their own values, bit for bit.
+def averaged(tensors: Sequence[Tensor], replicas: Replicas, kept: Sequence[Tensor] = ()) -> Iterator[None]:
+    """Within it `tensors` hold their mean over the replicas; afterwards their own values, bit for bit.
 
-    Costs one copy of them. They come back too if averaging fails.
+    So do those in `kept`, which are not averaged. Costs one copy of both. They come back too if averaging fails.
     """
-    own = [t.detach().clone() for t in tensors]
+    once = list({id(t): t for t in (*tensors, *kept)}.values())
+    own = [t.detach().clone() for t in once]
     try:
         average(tensors, replicas)
         yield
     finally:
         with torch.no_grad():
-            for tensor, value in zip(tensors, own, strict=True):
+            for tensor, value in zip(once, own, strict=True):
                 tensor.copy_(value)
 
 

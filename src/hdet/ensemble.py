@@ -154,17 +154,18 @@ class Ensemble:
         """Within it the model is the average of the replicas: evaluate it or save it.
 
         Afterwards every replica has its own weights and buffers back, bit for bit, and the round goes on.
-        Collective: every replica enters. Costs one copy of the model in mid-round, nothing at a round's end.
+        Collective: every replica enters. Costs one copy of the model in mid-round, of its buffers at a round's end.
         """
         if self._in_consensus:
             raise RuntimeError("consensus() is entered already; leave it before entering it again")
         self._start()
         tensors = [] if self._equal else self._weights()
+        buffers = [] if self._model is None else list(self._model.buffers())
         if tensors:
             self._agree(tensors)
         self._in_consensus = True
         try:
-            with averaging.averaged(tensors, self.replicas):
+            with averaging.averaged(tensors, self.replicas, kept=buffers):
                 yield
         finally:
             self._in_consensus = False

@@ -1,0 +1,630 @@
+"""The protocol on real processes: rounds, consensus, followers, accumulation, scalers, compiled modules, resume."""
+
+import copy
+import gc
+import math
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Net, batch
+from processes import run
+from single import pretended
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+
+import hdet
+
+
+def flat(tensors):
+    return torch.cat([t.detach().flatten().double() for t in tensors])
+
+
+def gathered(tensors):
+    own = flat(tensors)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    return everyone
+
+
+def all_equal(tensors):
+    everyone = gathered(tensors)
+    return all(torch.equal(everyone[0], other) for other in everyone)
+
+
+def make(spread=0.3, interval=4, optimizer=optim.AdamW, net=None, options=None, **kwargs):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(net or Net(), forward_sync_buffers=False)
+    o = optimizer(model.parameters(), lr=0.01, **(options or {}))
+    rates = [hdet.learning_rate(o, spread=spread)]
+    ensemble = hdet.Ensemble(o, rates, interval=interval, **{"model": model, **kwargs})
+    return model, o, ensemble
+
+
+def train(model, o, ensemble, steps, first=0, micro=1):
+    for step in range(first, first + steps):
+        o.zero_grad()
+        for part in range(micro):
+            x, y = batch(dist.get_rank() + 10 * part, step)
+            loss = ((model(x) - y) ** 2).mean()
+            (loss / micro).backward()
+            if part < micro - 1:
+                ensemble.step(loss)
+        o.step()
+        ensemble.step(loss)
+
+
+# consensus
+
+
+def consensus_in_mid_round():
+    model, o, ensemble = make()
+    train(model, o, ensemble, 2)
+    assert ensemble.mid_round
+    tensors = [*model.parameters(), *model.buffers()]
+    own = [t.detach().clone() for t in tensors]
+    state = copy.deepcopy(o.state_dict())
+    expected = sum(gathered(p for p in model.parameters() if p.requires_grad)) / dist.get_world_size()
+    assert not all_equal(model.parameters())
+    with ensemble.consensus():
+        assert all_equal([*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())])
+        trained = flat(p for p in model.parameters() if p.requires_grad)
+        torch.testing.assert_close(trained, expected, rtol=1e-6, atol=1e-7)
+        model(batch(0, 0)[0])  # in training mode: moves the BatchNorm statistics
+        with pytest.raises(RuntimeError, match="inside consensus"):
+            o.step()
+        with pytest.raises(RuntimeError, match="entered already"), ensemble.consensus():
+            pass
+    assert all(torch.equal(a, b) for a, b in zip(own, tensors, strict=True))
+    assert str(state) == str(o.state_dict())
+    assert ensemble.mid_round
+    with pytest.raises(KeyError), ensemble.consensus():
+        raise KeyError
+    assert all(torch.equal(a, b) for a, b in zip(own, tensors, strict=True))
+    train(model, o, ensemble, 2, first=2)
+    undisturbed = make()
+    train(*undisturbed, 4)
+    assert torch.equal(flat(model.parameters()), flat(undisturbed[0].parameters()))
+    with ensemble.consensus():  # at a round's end: nothing to do
+        assert not ensemble.mid_round
+    ensemble.close()
+    undisturbed[2].close()
+
+
+def test_consensus_swaps_the_average_in_and_the_replica_back_bit_for_bit():
+    run(consensus_in_mid_round, 2)
+    run(consensus_in_mid_round, 4)
+
+
+# converge, finish, total_steps
+
+
+def rounds_of_all_kinds():
+    records = []
+    model, o, ensemble = make(interval=4, on_round=[records.append], total_steps=11)
+    train(model, o, ensemble, 2)
+    ensemble.converge()
+    assert not ensemble.mid_round
+    assert all_equal(model.parameters())
+    train(model, o, ensemble, 4, first=2)
+    assert not ensemble.mid_round
+    train(model, o, ensemble, 3, first=6)
+    o.step()
+    ensemble.converge()  # between optimizer.step() and ensemble.step(): the step is counted once
+    ensemble.step(1.0)
+    assert ensemble.state_dict()["progress"]["step"] == 10
+    train(model, o, ensemble, 1, first=10)
+    assert [(r.round, r.step, r.full) for r in records] == [(0, 2, False), (1, 6, True), (2, 10, False), (3, 11, False)]
+    assert all(len(r.scores) == 2 and all(map(math.isfinite, r.scores)) for r in records)
+    rate = records[1].hyperparameters["learning_rate"]
+    assert sorted(v / rate.center for v in rate.values) == pytest.approx([0.7, 1.3])
+    assert all_equal(model.parameters())
+    # after the end the steps are plain, and the replicas stay equal
+    train(model, o, ensemble, 3, first=11)
+    assert all_equal(model.parameters())
+    assert ensemble.multipliers == {"learning_rate": 1.0}
+    ensemble.finish()
+    assert len(records) == 4
+
+
+def test_converge_on_demand_and_the_last_step():
+    run(rounds_of_all_kinds, 2)
+
+
+def finish_without_total_steps():
+    model, o, ensemble = make(interval=100)
+    train(model, o, ensemble, 3)
+    assert not all_equal(model.parameters())
+    ensemble.finish()
+    return all_equal(model.parameters())
+
+
+def test_finish_averages_the_last_round():
+    assert run(finish_without_total_steps, 2) == [True, True]
+
+
+def warned_at_the_end(finish):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, o, ensemble = make(interval=100)
+        train(model, o, ensemble, 3)
+        if finish:
+            ensemble.finish()
+        del model, o, ensemble
+        gc.collect()
+    return [str(w.message) for w in caught if "mid-round" in str(w.message)]
+
+
+def test_a_run_that_ends_in_mid_round_warns():
+    assert all("finish()" in text for [text] in run(warned_at_the_end, 2, False))
+    assert run(warned_at_the_end, 2, True) == [[], []]
+
+
+# act=False
+
+
+def observed(act):
+    records = []
+    model, o, ensemble = make(
+        act=act, controller=hdet.Softmax(temperature=0.05), on_round=[records.append], total_steps=12
+    )
+    train(model, o, ensemble, 12)
+    return [
+        (r.hyperparameters["learning_rate"].scale, r.hyperparameters["learning_rate"].proposed_scale) for r in records
+    ]
+
+
+def test_act_false_measures_and_moves_nothing():
+    for row in run(observed, 2, False):
+        assert [scale for scale, _ in row] == [1.0] * 3
+        assert all(proposed != 1.0 for _, proposed in row)
+    for row in run(observed, 2, True):
+        assert all(scale == proposed != 1.0 for scale, proposed in row)
+
+
+# followers
+
+
+def with_ema():
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net())
+    ema = optim.swa_utils.AveragedModel(model.module, multi_avg_fn=optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    masters = [torch.full((3,), float(dist.get_rank()))]
+    o = optim.AdamW(model.parameters(), lr=0.01)
+    ensemble = hdet.Ensemble(o, interval=3, model=model, also=[ema, *masters])
+    for step in range(3):
+        assert step == 0 or not all_equal(ema.parameters())
+        o.zero_grad()
+        x, y = batch(dist.get_rank(), step)
+        loss = ((model(x) - y) ** 2).mean()
+        loss.backward()
+        o.step()
+        ema.update_parameters(model.module)
+        ensemble.step(loss)
+    assert all_equal(ema.parameters())
+    assert masters[0].tolist() == [0.5] * 3
+    return int(ema.n_averaged)
+
+
+def test_modules_that_follow_the_weights_are_averaged_along():
+    assert run(with_ema, 2) == [3, 3]
+
+
+# accumulation, GradScaler, closures, compiled modules, sparse gradients
+
+
+def accumulated(micro):
+    model, o, ensemble = make(interval=2)
+    scores = []
+    ensemble._on_round = (lambda r: scores.append(r.scores),)
+    train(model, o, ensemble, 4, micro=micro)
+    return ensemble.state_dict()["progress"], scores
+
+
+def test_gradient_accumulation_counts_optimizer_steps():
+    for progress, scores in run(accumulated, 2, 3):
+        assert progress == {"step": 4, "round": 2, "step_in_round": 0, "finished": False}
+        assert len(scores) == 2
+        assert all(math.isfinite(s) for row in scores for s in row)
+
+
+def scaled(fused):
+    model, o, ensemble = make(interval=3, options={"fused": fused})
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for step in range(8):
+        x, y = batch(dist.get_rank(), step)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = ((model(x) - y) ** 2).mean()
+        o.zero_grad()
+        scaler.scale(loss).backward()
+        if step == 2 and dist.get_rank() == 1:
+            model.module.outer.weight.grad.fill_(math.inf)  # too late for the others: they must skip as well
+        if step == 2:
+            dist.all_reduce(model.module.outer.weight.grad)
+        scaler.step(o)
+        scaler.update()
+        ensemble.step(loss)
+    finite = all(p.isfinite().all() for p in model.parameters())
+    step = ensemble.state_dict()["progress"]["step"]
+    ensemble.finish()
+    return finite, step, all_equal(model.parameters())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_grad_scaler_skips_on_all_replicas_alike(fused):
+    # a skipped step calls no hook, but fused optimizers skip inside the step
+    assert run(scaled, 2, fused) == [(True, 8 if fused else 7, True)] * 2
+
+
+def closed_over():
+    results = []
+    for closed in (False, True):
+        model, o, ensemble = make(interval=2)
+        for step in range(4):
+            x, y = batch(dist.get_rank(), step)
+
+            def closure(model=model, o=o, x=x, y=y):
+                o.zero_grad()
+                loss = ((model(x) - y) ** 2).mean()
+                loss.backward()
+                return loss
+
+            loss = o.step(closure) if closed else closure()
+            if not closed:
+                o.step()
+            ensemble.step(loss)
+        results.append(flat(model.parameters()))
+    return torch.equal(*results)
+
+
+def test_closures_train_the_same():
+    assert run(closed_over, 2) == [True, True]
+
+
+def compiled():
+    torch._dynamo.config.suppress_errors = False
+    results = []
+    for compile_ in (False, True):
+        torch.manual_seed(0)
+        net = Net()
+        model = DistributedDataParallel(torch.compile(net, backend="eager") if compile_ else net)
+        o = optim.AdamW(model.parameters(), lr=0.01)
+        ensemble = hdet.Ensemble(o, interval=2, model=model)
+        train(model, o, ensemble, 4)
+        assert all_equal(model.parameters())
+        results.append(flat(model.parameters()))
+    return (results[0] - results[1]).abs().max().item()
+
+
+def test_compiled_modules_see_the_average():
+    assert all(difference < 1e-6 for difference in run(compiled, 2))
+
+
+def sparse(kind):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.EmbeddingBag(20, 4, sparse=True, mode="sum"))
+    o = kind(model.parameters(), lr=0.1)
+    ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.5)], interval=2)
+    g = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(4):
+        o.zero_grad()
+        loss = model(torch.randint(0, 20, (5, 3), generator=g)).pow(2).mean()
+        loss.backward()
+        assert model.module.weight.grad.is_sparse
+        o.step()
+        ensemble.step(loss)
+        assert all_equal(model.parameters()) is (step % 2 == 1)
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, optim.SparseAdam, optim.Adagrad])
+def test_sparse_gradients(kind):
+    run(sparse, 2, kind)
+
+
+def late_group():
+    model, o, ensemble = make(interval=3)
+    extra = nn.Parameter(torch.ones(3))
+    for step in range(3):
+        if step == 1:
+            o.add_param_group({"params": [extra], "lr": 0.1})
+        o.zero_grad()
+        x, y = batch(dist.get_rank(), step)
+        ((model(x) - y) ** 2).mean().backward()
+        extra.grad = torch.ones(3)
+        o.step()
+        if step == 1:
+            assert not all_equal([extra])
+        ensemble.step()
+    return all_equal([extra]), extra[0].item() != 1.0
+
+
+def test_groups_added_later_are_averaged():
+    assert run(late_group, 2) == [(True, True)] * 2
+
+
+# the process group
+
+
+def on_a_subgroup():
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    o = optim.SGD(model.parameters(), lr=0.1)
+    rates = [hdet.learning_rate(o, spread=0.5)]
+    ensemble = hdet.Ensemble(o, rates, interval=1, process_group=groups[rank // 2])
+    assert (ensemble.replicas.rank, ensemble.replicas.size) == (rank % 2, 2)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1.0 + rank // 2)
+    o.step()
+    ensemble.step()
+    result = model.weight.detach().clone()
+    ensemble.close()
+    return result
+
+
+def test_replicas_can_be_a_part_of_the_ranks():
+    a, b, c, d = run(on_a_subgroup, 4)
+    assert torch.equal(a, b)
+    assert torch.equal(c, d)
+    assert not torch.equal(a, c)
+
+
+# disagreement
+
+
+def disagreeing(kind):
+    rank = dist.get_rank()
+    extra = {"seed": rank} if kind == "options" else {}
+    net = nn.Linear(6, 2 if kind != "tensors" or rank == 0 else 3)
+    o = optim.SGD(net.parameters(), lr=0.1 + (0.1 * rank if kind == "base" else 0))
+    ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.5)], interval=1, **extra)
+    if kind == "step" and rank == 1:
+        ensemble.start_from(5)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    o.step()
+    before = flat(net.parameters())
+    with pytest.raises(RuntimeError) as caught:
+        ensemble.step()
+    assert torch.equal(before, flat(net.parameters()))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        ("base", r"the base of learning_rate: 0\.1 on replica 0, 0\.2 on replica 1"),
+        ("tensors", "the tensors to average"),
+        ("options", "the ensemble's options"),
+        ("step", "the step: 1.0 on replica 0, 6.0 on replica 1"),
+    ],
+)
+def test_replicas_that_disagree_all_raise_the_same_before_anything_is_averaged(kind, match):
+    first, second = run(disagreeing, 2, kind)
+    assert first == second
+    assert f"disagree on {match}".replace("\\", "") in first
+
+
+# saving and resuming
+
+
+def save_at_a_rounds_end(folder):
+    model, o, ensemble = make(controller=hdet.Softmax(temperature=0.05), total_steps=20)
+    train(model, o, ensemble, 8)
+    state = {"model": model.module.state_dict(), "optimizer": o.state_dict(), "ensemble": ensemble.state_dict()}
+    if dist.get_rank() == 0:
+        torch.save(state, f"{folder}/state.pt")
+    dist.barrier()
+    ensemble.finish()
+
+
+def resume_from_one_file(folder):
+    state = torch.load(f"{folder}/state.pt", weights_only=True)
+    model, o, ensemble = make(controller=hdet.Softmax(temperature=0.05), total_steps=20)
+    model.module.load_state_dict(state["model"])
+    o.load_state_dict(state["optimizer"])
+    ensemble.load_state_dict(state["ensemble"])
+    scale = ensemble.scales["learning_rate"]
+    multiplier = ensemble.multipliers["learning_rate"]
+    train(model, o, ensemble, 4, first=8)
+    assert all_equal(model.parameters())
+    ensemble.finish()
+    return scale, multiplier
+
+
+def test_one_file_of_a_rounds_end_loads_on_any_number_of_replicas(tmp_path):
+    run(save_at_a_rounds_end, 4, str(tmp_path))
+    for size in (2, 4, 8):
+        results = run(resume_from_one_file, size, str(tmp_path))
+        assert len({scale for scale, _ in results}) == 1
+        assert results[0][0] != 1.0
+        multipliers = sorted(m for _, m in results)
+        assert multipliers == pytest.approx(hdet.assignment.multipliers(size, 0.3))
+
+
+def mid_round_state():
+    model, o, ensemble = make(interval=4)
+    train(model, o, ensemble, 2)
+    state = ensemble.state_dict()
+    ensemble.finish()
+    return state
+
+
+def test_a_mid_round_state_is_refused_elsewhere_with_the_remedy():
+    states = run(mid_round_state, 4)
+    assert [s["mid_round"]["replica"] for s in states] == [0, 1, 2, 3]
+    for rank, size in ((0, 2), (0, 8), (1, 4)):
+        with pretended(rank, size):
+            o = optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+            ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.3)], interval=4)
+            with pytest.raises(ValueError, match=r"replica 0 of 4.*ensemble\.converge\(\)"):
+                ensemble.load_state_dict(states[0])
+
+
+@pytest.mark.parametrize("bad", [None, {}, {"version": 99}, []])
+def test_a_state_that_is_none_of_ours_is_refused(bad):
+    o = optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(ValueError, match="state_dict must come from"):
+        hdet.Ensemble(o, interval=4).load_state_dict(bad)
+
+
+# warnings and errors
+
+
+def saved_in_mid_round():
+    model, o, ensemble = make()
+    train(model, o, ensemble, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with ensemble.consensus():
+            model.state_dict()
+        assert not caught
+        model.state_dict()
+        model.module.state_dict()
+    ensemble.finish()
+    return [str(w.message) for w in caught]
+
+
+def test_saving_in_mid_round_warns_once():
+    for texts in run(saved_in_mid_round, 2):
+        assert len(texts) == 1
+        assert "ensemble.consensus()" in texts[0]
+
+
+def test_one_replica_is_plain_training_with_a_warning():
+    torch.manual_seed(0)
+    plain, ours = Net(), Net()
+    ours.load_state_dict(plain.state_dict())
+    optimizers = [optim.AdamW(m.parameters(), lr=0.01) for m in (plain, ours)]
+    ensemble = hdet.Ensemble(optimizers[1], interval=2, model=ours, controller=hdet.Softmax())
+    with pytest.warns(UserWarning, match="one replica only"):
+        for step in range(5):
+            x, y = batch(0, step)
+            for m, o in zip((plain, ours), optimizers, strict=True):
+                o.zero_grad()
+                loss = ((m(x) - y) ** 2).mean()
+                loss.backward()
+                o.step()
+            ensemble.step(loss)
+    assert not ensemble.mid_round
+    assert torch.equal(flat(plain.parameters()), flat(ours.parameters()))
+    with ensemble.consensus():
+        pass
+
+
+class Wrapper:
+    """As Accelerate's: an optimizer without hook tables around one that has them."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+def test_a_wrapper_is_unwrapped_and_anything_else_refused():
+    o = optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    rates = hdet.learning_rate(Wrapper(o), spread=0.1)
+    hdet.Ensemble(Wrapper(o), [rates], interval=2)
+    assert o._optimizer_step_pre_hooks == {}  # dropped at once, and gone
+    for bad in (object(), None, nn.Linear(1, 1)):
+        with pytest.raises(TypeError, match="pass the torch optimizer that it wraps"):
+            hdet.Ensemble(bad, interval=2)
+
+
+def test_steps_that_are_never_seen_are_an_error():
+    with pretended():
+        o = optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        ensemble = hdet.Ensemble(o, interval=2)
+        for _ in range(99):
+            ensemble.step(1.0)
+        with pytest.raises(RuntimeError, match="no optimizer step was seen in 100 calls"):
+            ensemble.step(1.0)
+
+
+def parameters_of(n=1):
+    return [nn.Parameter(torch.ones(2)) for _ in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"interval": 0}, ValueError, "interval must be at least 1"),
+        ({"interval": -3}, ValueError, "interval must be at least 1"),
+        ({"interval": 2.0}, TypeError, "interval must be an int"),
+        ({"interval": True}, TypeError, "interval must be an int"),
+        ({"interval": "often"}, TypeError, "interval must be an int"),
+        ({"interval": "auto"}, ValueError, "needs total_steps"),
+        ({"interval": 1, "total_steps": 0}, ValueError, "total_steps must be at least 1"),
+        ({"interval": 1, "total_steps": 1.5}, TypeError, "total_steps must be an int"),
+        ({"interval": 1, "start_step": -1}, ValueError, "start_step"),
+        ({"interval": 1, "hyperparameters": ["lr"]}, TypeError, "hyperparameters must hold"),
+        ({"interval": 1, "model": nn.Linear(2, 2)}, ValueError, "model must be the one that the optimizer trains"),
+        ({"interval": 1, "model": 3}, TypeError, "model must be a torch.nn.Module"),
+    ],
+)
+def test_bad_arguments(options, error, match):
+    with pytest.raises(error, match=match):
+        hdet.Ensemble(optim.SGD(parameters_of(), lr=0.1), **options)
+
+
+def test_bad_hyperparameters():
+    o, other = optim.SGD(parameters_of(), lr=0.1), optim.SGD(parameters_of(), lr=0.1)
+    joint, each = hdet.learning_rate(o), hdet.learning_rate(o, per_group=True)
+    with pytest.raises(ValueError, match="both explore 'lr'"):
+        hdet.Ensemble(o, [joint, each], interval=1)
+    with pytest.raises(ValueError, match="two hyperparameters are named"):
+        hdet.Ensemble(o, [joint, joint], interval=1)
+    with pytest.raises(ValueError, match="pass every optimizer"):
+        hdet.Ensemble(other, [joint], interval=1)
+    for bad in (1.0, -0.1, math.nan):
+        with pytest.raises(ValueError, match="spread must"):
+            hdet.learning_rate(o, spread=bad)
+
+
+def test_interval_auto():
+    o = optim.SGD(parameters_of(), lr=0.1)
+    for total, expected in ((100, 1), (10_000, 50), (10**6, 1000)):
+        assert hdet.Ensemble(o, total_steps=total).interval == expected
+    with pytest.warns(UserWarning, match="longer than the run"):
+        hdet.Ensemble(o, total_steps=5, interval=10)
+
+
+def test_lbfgs_is_refused_with_a_spread_and_allowed_without():
+    o = optim.LBFGS(parameters_of(), lr=0.1)
+    with pytest.raises(ValueError, match="LBFGS cannot be used with a spread"):
+        hdet.Ensemble(o, interval=1)
+    hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.0)], interval=1)
+
+
+def sharded(kind):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    if kind == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    elif kind == "zero":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    else:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        model = FullyShardedDataParallel(model, use_orig_params=kind == "fsdp1_orig", device_id=torch.device("cpu"))
+    if kind == "zero":
+        o = ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)
+    else:
+        o = optim.SGD(model.parameters(), lr=0.1)
+    hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.0)], interval=1)
+    with pytest.raises(ValueError, match="so replicas cannot diverge") as caught:
+        hdet.Ensemble(o, interval=1)
+    with pytest.raises(ValueError, match="so replicas cannot diverge"):
+        hdet.OneCycleAutoLR(
+            o, 0.1, total_steps=10, ensemble_lr_spread_ratio=0.1, model_sync_interval=2, cycle_momentum=False
+        )
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1", "fsdp1_orig", "zero"])
+def test_sharded_parameters_are_refused(kind):
+    for text in run(sharded, 2, kind):
+        assert "spread 0" in text
