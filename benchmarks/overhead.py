@@ -2,8 +2,8 @@
 
 step      One `optimizer.step()` and `scheduler.step()` with 4 tiny parameter groups on 2 ranks: OneCycleAutoLR in
           mid-round against torch's OneCycleLR. A second OneCycleLR against the first one shows the noise.
-loop      AdamW on a transformer of 10 million parameters in DDP on 2 ranks: the time inside the library's hooks
-          and `Ensemble.step` against the rest of the step, for intervals of 100 and 1000 steps.
+loop      AdamW on a transformer of 10 million parameters and 256 tokens per rank, in DDP on 2 ranks: the time inside
+          the library's hooks and `Ensemble.step` against the rest of the step, at intervals of 100 and 1000 steps.
 converge  `hdet.converge.average` of 25 million float32 parameters against one all_reduce of a flat tensor that
           already holds them (and a division), one all_reduce per parameter, and torch's PeriodicModelAverager.
           The slowest rank counts. Memory is what the first call in a fresh process adds at its peak: VmHWM of
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import multiprocessing
 import os
@@ -33,6 +34,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from timeit import timeit
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -85,7 +87,7 @@ class Row:
     def line(self) -> str:
         goal = "" if self.goal is None else f"at most {self.goal:g} {self.unit}: {'met' if self.met else 'missed'}"
         value = f"{self.median:.3g} ({self.p10:.3g} to {self.p90:.3g}) {self.unit}"
-        return f"| {self.part:8} | {self.what:58} | {value:30} | {goal:22} |"
+        return f"| {self.part:8} | {self.what:50} | {value:30} | {goal:22} |"
 
 
 def launch(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
@@ -117,17 +119,13 @@ def measure_step(turns: int) -> list[list[float]]:
     options: dict[str, Any] = {"model_sync_interval": NEVER, "enable_auto_lr": True}
     ours = hdet.OneCycleAutoLR(optimizers[1], 1e-6, NEVER, ensemble_lr_spread_ratio=0.3, **options)
     first, second = (OneCycleLR(optimizers[i], 1e-6, NEVER) for i in (0, 2))
-    schedules = [first.step, partial(ours.step, torch.ones((), requires_grad=True) * 2), second.step]
+    loss = torch.ones((), requires_grad=True) * 2
+    schedules: list[Callable[[], None]] = [first.step, partial(ours.step, loss), second.step]
 
     def time(step: Callable[[], Any], schedule: Callable[[], None]) -> float:
-        begin = perf_counter()
-        for _ in range(20):
-            step()
-            schedule()
-        return (perf_counter() - begin) / 20 * 1e6
+        return timeit(lambda: (step(), schedule()), gc.enable, number=20) / 20 * 1e6
 
-    sides = [(optimizer.step, schedule) for optimizer, schedule in zip(optimizers, schedules, strict=True)]
-    found = [[time(*side) for side in sides] for _ in range(turns + 5)]
+    found = [[time(o.step, s) for o, s in zip(optimizers, schedules, strict=True)] for _ in range(turns + 5)]
     ours.ensemble.finish()
     return found[5:]
 
@@ -188,11 +186,10 @@ def measure_loop(sizes: Sizes) -> list[list[float]]:
 
 def loop_rows(sizes: Sizes) -> list[Row]:
     rounds = [r for rank in launch(measure_loop, 2, sizes) for r in rank]
-    millions = sum(p.numel() for p in language_model(*sizes.model).parameters()) / 1e6
-    size = f"{millions:.1f} M parameters, {sizes.tokens[0]} x {sizes.tokens[1]} tokens"
+    count = sum(p.numel() for p in language_model(*sizes.model).parameters())
     shares = {n: [100 * ((n - 1) * ours + last) / (n * rest) for rest, ours, last in rounds] for n in (100, 1000)}
     return [
-        Row("loop", f"rest of a step, {size}", "ms", [rest * 1e3 for rest, _, _ in rounds]),
+        Row("loop", f"rest of a step, {count / 1e6:.1f} M parameters", "ms", [rest * 1e3 for rest, _, _ in rounds]),
         Row("loop", "library in an ordinary step", "us", [ours * 1e6 for _, ours, _ in rounds]),
         Row("loop", "library in a step that converges", "ms", [last * 1e3 for _, _, last in rounds]),
         Row("loop", "overhead at an interval of 100", "%", shares[100]),
@@ -247,9 +244,7 @@ def measure_converge(sizes: Sizes, count: int) -> dict[str, list[float]]:
         for name in ways if turn % 2 else reversed(ways):
             if name != SLOW or turn < 2:
                 dist.barrier()
-                begin = perf_counter()
-                ways[name]()
-                found[name].append(perf_counter() - begin)
+                found[name].append(timeit(ways[name], number=1))
     return found
 
 
@@ -277,8 +272,7 @@ def write(sizes: Sizes, rows: list[Row], table: str) -> None:
     everything = {**about, "sizes": asdict(sizes), "rows": [vars(row) for row in rows]}
     path.with_suffix(".json").write_text(json.dumps(everything, indent=1) + "\n")
     facts = "\n".join(f"- {name}: {fact}" for name, fact in about.items())
-    legend = (__doc__ or "").split("\n\n    ")[0]
-    path.with_suffix(".md").write_text(f"# Overhead\n\n{facts}\n\n{table}\n\n```text\n{legend}\n```\n")
+    path.with_suffix(".md").write_text(f"# Overhead\n\n{facts}\n\n{table}\n\n```text\n{__doc__}```\n")
 
 
 def main() -> None:
@@ -293,7 +287,7 @@ def main() -> None:
     for ranks in sizes.ranks:
         for count, goal in zip(sizes.tensors, (1.2, 1.5), strict=True):
             rows += converge_rows(sizes, ranks, count, goal)
-    head = f"| {'part':8} | {'what':58} | {'median (10 to 90 %)':30} | {'goal':22} |\n|---|---|---|---|"
+    head = f"| {'part':8} | {'what':50} | {'median (10 to 90 %)':30} | {'goal':22} |\n|---|---|---|---|"
     table = "\n".join([head, *(row.line() for row in rows)])
     print(table)
     if options.write:

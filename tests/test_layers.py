@@ -1,0 +1,69 @@
+"""The direction of imports, read from the source: leaves, then converge and the like, ensemble, one_cycle."""
+
+import ast
+import pathlib
+
+import hdet
+
+SOURCE = pathlib.Path(hdet.__file__).parent
+MAY_IMPORT = {
+    "assignment": set(),
+    "score": set(),
+    "hooks": set(),
+    "record": set(),
+    "replicas": set(),
+    "controllers": {"controllers"},
+    "hyperparameter": {"assignment", "hooks"},
+    "fan_out": {"hooks", "hyperparameter"},
+    "rounds": {"assignment", "hyperparameter", "replicas"},
+    "converge": {"replicas"},
+    "warm_init": {"replicas"},
+    "guard": {"hyperparameter", "replicas"},
+    "ensemble": {
+        "controllers", "converge", "fan_out", "guard", "hooks", "hyperparameter", "record", "replicas", "rounds",
+        "score",
+    },
+    "one_cycle": {"assignment", "controllers", "ensemble", "guard", "hooks", "hyperparameter", "record", "score"},
+}  # fmt: skip
+
+
+def imported(path):
+    """The modules of hdet that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "hdet":
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hdet."):
+            yield node.module.split(".")[1]
+        elif isinstance(node, ast.Import):
+            assert not any(alias.name.startswith("hdet") for alias in node.names), f"{path}: use from-imports"
+
+
+def test_imports_go_one_way():
+    for path in SOURCE.rglob("*.py"):
+        module = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if module == "__init__":
+            continue
+        extra = set(imported(path)) - MAY_IMPORT[module]
+        assert not extra, f"{module} must not import {extra}"
+
+
+def test_torch_is_the_only_dependency():
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            for name in names:
+                assert name.split(".")[0] not in ("numpy", "scipy", "sklearn"), f"{path.name} imports {name}"
+
+
+def test_everything_public_is_in_the_index():
+    assert all(hasattr(hdet, name) for name in hdet.__all__)
+    assert list(hdet.__all__) == sorted(hdet.__all__)
+
+
+def test_only_replicas_issues_collectives():
+    for path in SOURCE.rglob("*.py"):
+        if path.stem != "replicas":
+            text = path.read_text()
+            assert "dist.all_" not in text, path.name
+            assert "dist.broadcast" not in text, path.name

@@ -1,0 +1,114 @@
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hdet
+
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(200, 300), nn.Linear(300, 10))
+    with torch.no_grad():
+        model[1].weight.mul_(20)
+    model[0].bias.requires_grad_(False)
+    return model
+
+
+def noise_of(per, seed, noise=0.01):
+    torch.manual_seed(5)
+    states = torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+    model = DistributedDataParallel(make())
+    hdet.warm_init(model, noise, per=per, seed=seed)
+    torch.manual_seed(5)
+    assert states[1:] == (np.random.get_state()[1].tolist(), random.getstate())
+    return [(a - b).detach() for a, b in zip(model.parameters(), make().parameters(), strict=True)]
+
+
+def rng_untouched():
+    model = DistributedDataParallel(make())
+    before = torch.get_rng_state()
+    hdet.warm_init(model)
+    return torch.equal(before, torch.get_rng_state())
+
+
+def test_the_global_generator_is_left_alone():
+    assert run(rng_untouched, 2) == [True, True]
+
+
+@pytest.mark.parametrize("per", ["tensor", "model"])
+def test_size_independence_and_reproducibility(per):
+    first, again, other = (run(noise_of, 2, per, seed) for seed in (0, 0, 1))
+    weights = list(make().parameters())
+    total = math.sqrt(sum(p.norm().item() ** 2 for i, p in enumerate(weights) if i != 1))
+    numel = sum(p.numel() for i, p in enumerate(weights) if i != 1)
+    for index, p in enumerate(weights):
+        a, b = first[0][index], first[1][index]
+        if index == 1:  # frozen
+            assert not a.any()
+            continue
+        expected = 0.01 * (p.norm().item() / math.sqrt(p.numel()) if per == "tensor" else total / math.sqrt(numel))
+        assert a.std().item() == pytest.approx(expected, rel=5 / math.sqrt(2 * p.numel()))
+        correlation = (a * b).mean() / (a.std() * b.std())
+        assert abs(correlation.item()) < 5 / math.sqrt(p.numel())
+        assert torch.equal(a, again[0][index])
+        assert torch.equal(b, again[1][index])
+        assert not torch.equal(a, other[0][index])
+    # averaged over N replicas, the noise has 1/sqrt(N) of its size
+    mean = (first[0][0] + first[1][0]) / 2
+    assert mean.std().item() == pytest.approx(first[0][0].std().item() / math.sqrt(2), rel=0.05)
+
+
+def before_the_wrap():
+    with pytest.raises(ValueError, match="must come after DistributedDataParallel") as caught:
+        hdet.warm_init(make())
+    hdet.warm_init(make(), unwrapped=True)
+    hdet.warm_init(torch.compile(DistributedDataParallel(make())))
+    return str(caught.value)
+
+
+def test_before_the_wrap_is_a_clear_error():
+    assert all("warm_init(model)" in text for text in run(before_the_wrap, 2))
+
+
+def first_converge():
+    model = DistributedDataParallel(make().double())
+    hdet.warm_init(model)
+    start = [p.detach().clone() for p in model.parameters()]
+    o = torch.optim.SGD(model.parameters(), lr=0.0)
+    ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.1)], interval=1)
+    with ensemble.consensus():  # before the first step, too, the replicas differ
+        middle = model.module[0].weight.detach().clone()
+    model(torch.ones(1, 200, dtype=torch.float64)).sum().backward()
+    o.step()
+    ensemble.step()
+    everyone = [torch.empty_like(start[0]) for _ in range(2)]
+    dist.all_gather(everyone, start[0])
+    torch.testing.assert_close(model.module[0].weight.detach(), (everyone[0] + everyone[1]) / 2)
+    torch.testing.assert_close(middle, (everyone[0] + everyone[1]) / 2)
+
+
+def test_the_first_converge_averages_the_noise():
+    run(first_converge, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+def test_other_dtypes(dtype):
+    model = nn.ParameterList([nn.Parameter(torch.ones(4000, dtype=dtype))])
+    hdet.warm_init(model, 0.1)
+    assert model[0].dtype == dtype
+    assert (model[0].detach().to(torch.complex128) - 1).std().item() == pytest.approx(0.1, rel=0.1)
+
+
+@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf, "much"])
+def test_bad_noise(bad):
+    with pytest.raises(ValueError, match="noise must"):
+        hdet.warm_init(nn.Linear(1, 1), bad)
+    with pytest.raises(ValueError, match="per must"):
+        hdet.warm_init(nn.Linear(1, 1), per="layer")
