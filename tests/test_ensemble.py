@@ -167,7 +167,7 @@ def test_a_run_that_ends_in_mid_round_warns():
 def observed(act):
     records = []
     model, o, ensemble = make(
-        act=act, controller=hdet.Softmax(temperature=0.05), on_round=[records.append], total_steps=12
+        act=act, controller=hdet.Softmax(temperature=0.05), on_round=[records.append], total_steps=16
     )
     train(model, o, ensemble, 12)
     return [
@@ -539,6 +539,19 @@ def test_steps_that_are_never_seen_are_an_error():
             ensemble.step(1.0)
         with pytest.raises(RuntimeError, match="no optimizer step was seen in 100 calls"):
             ensemble.step(1.0)
+
+
+def test_after_close_steps_are_plain_and_never_an_error():
+    with pretended():
+        p = nn.Parameter(torch.ones(1))
+        o = optim.SGD([p], lr=0.1)
+        ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.5)], interval=2)
+        ensemble.close()
+        for _ in range(120):
+            p.grad = torch.ones(1)
+            o.step()
+            ensemble.step(1.0)
+        assert p.item() == pytest.approx(1 - 120 * 0.1, rel=1e-4)
 
 
 def parameters_of(n=1):

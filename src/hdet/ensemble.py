@@ -8,9 +8,7 @@ ensemble.step(loss)   score the loss; at the end of a round converge, control an
 
 from __future__ import annotations
 
-import math
 import warnings
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -22,9 +20,8 @@ from torch.optim import Optimizer
 
 from hdet import converge as averaging
 from hdet import guard
-from hdet.controllers import Controller, Fixed, Observation, Report, State, check_state
+from hdet.controllers import Controller, Fixed, Observation, Report, Steering
 from hdet.fan_out import FanOut
-from hdet.guard import Claim
 from hdet.hooks import Hooks, innermost, unwrap
 from hdet.hyperparameter import Hyperparameter, flatten, learning_rate, representative
 from hdet.record import HyperparameterRecord, OnRound, RoundRecord
@@ -94,18 +91,18 @@ class Ensemble:
         guard.check_count("start_step", start_step, least=0)
         self.total_steps = total_steps
         self.interval = guard.check_interval(interval, total_steps, explores=bool(self._explored))
-        self.controller = Fixed() if controller is None else controller
-        self.act = act
         self.seed = seed
         self._model, self._also = model, tuple(also)
         self._on_round = tuple(on_round)
 
-        self._controlled: State = self.controller.init([h.name for h in self._hyperparameters])
+        names = [h.name for h in self._hyperparameters]
+        self._steering = Steering(Fixed() if controller is None else controller, names, act)
         self._rounds = Rounds(self._hyperparameters, self.interval, total_steps, seed, process_group)
         self._rounds.start_from(start_step)
         self._score = Score()
         self._unseen = 0
         self._in_consensus = False
+        self._closed = False
         self._warned_state_dict = False
         self._fan_out = FanOut(self._optimizers, self._hyperparameters, self._before_step)
         self._hooks = Hooks(self)
@@ -123,6 +120,8 @@ class Ensemble:
         Args:
             loss: this replica's own training loss. A controller that judges by it needs it.
         """
+        if self._closed:
+            return
         self._add_loss(loss)
         if not self._fan_out.stepped:
             self._note_unseen()
@@ -171,7 +170,11 @@ class Ensemble:
             self._in_consensus = False
 
     def close(self) -> None:
-        """Remove every hook and give back the process group. Not collective; the groups keep their bases."""
+        """Remove every hook and give back the process group. Not collective; later steps are plain.
+
+        The parameter groups hold the bases, so what a controller has moved ends with the ensemble.
+        """
+        self._closed = True
         self._fan_out.close()
         self._hooks.remove()
         self._rounds.close()
@@ -193,7 +196,7 @@ class Ensemble:
     @property
     def scales(self) -> dict[str, float]:
         """The factor on each hyperparameter's schedule, by name: center = base * scale."""
-        return {name: entry["scale"] for name, entry in self._controlled.items()}
+        return self._steering.scales
 
     @property
     def multipliers(self) -> dict[str, float]:
@@ -211,7 +214,7 @@ class Ensemble:
         state: dict[str, Any] = {
             "version": _VERSION,
             "progress": self._rounds.state_dict(),
-            "controller": {name: dict(entry) for name, entry in self._controlled.items()},
+            "controller": self._steering.state_dict(),
         }
         if self.mid_round:
             replicas = self.replicas
@@ -230,21 +233,21 @@ class Ensemble:
         mid_round = state_dict.get("mid_round")
         if mid_round is not None and self._explored:
             guard.check_same_replica(mid_round, self.replicas)
-        controlled = check_state(state_dict["controller"], self.controller.init(list(self._controlled)))
+        self._steering.load_state_dict(state_dict["controller"])
         self._score.reset()
         if mid_round is not None:
             self._score.load_state_dict(mid_round["score"])
         self._rounds.go_to(**state_dict["progress"])
-        self._resume(controlled)
+        self._resume()
 
     def start_from(self, step: int) -> None:
         """Go on at `step` without a saved state: a new controller, the same weights on all replicas."""
         self._score.reset()
         self._rounds.start_from(step)
-        self._resume(self.controller.init(list(self._controlled)))
+        self._steering.reset()
+        self._resume()
 
-    def _resume(self, controlled: State) -> None:
-        self._controlled = controlled
+    def _resume(self) -> None:
         self._unseen = 0
         self._fan_out.restore()
         self._fan_out.stepped = False
@@ -286,30 +289,17 @@ class Ensemble:
     def _control(self, full: bool, scores: tuple[float, ...]) -> None:
         at = self._rounds.at
         seen = {h.name: self._observe(h) for h in self._hyperparameters}
-        before = self._controlled
-        proposed = self.controller.update(before, Report(at.step, scores, seen)) if full else before
-        self._controlled = {
-            name: dict(entry) if self.act else {**entry, "scale": before[name]["scale"]}
-            for name, entry in proposed.items()
-        }
-        record = RoundRecord(
-            at.round,
-            at.step,
-            full,
-            scores,
-            {
-                h.name: HyperparameterRecord(
-                    seen[h.name].base,
-                    center := h.center(seen[h.name].base, before[h.name]["scale"]),
-                    tuple(center * m for m in seen[h.name].multipliers),
-                    self._controlled[h.name]["scale"],
-                    proposed[h.name]["scale"],
-                )
-                for h in self._hyperparameters
-            },
-        )
+        trained, proposed = self.scales, self.scales
+        if full and at.step != self.total_steps:  # after the last step there is nothing left to steer
+            proposed = self._steering.update(Report(at.step, scores, seen))
+        rows = {}
+        for h in self._hyperparameters:
+            center = h.center(seen[h.name].base, trained[h.name])
+            values = tuple(center * m for m in seen[h.name].multipliers)
+            row = HyperparameterRecord(seen[h.name].base, center, values, self.scales[h.name], proposed[h.name])
+            rows[h.name] = row
         for call in self._on_round:
-            call(record)
+            call(RoundRecord(at.round, at.step, full, scores, rows))
 
     def _observe(self, h: Hyperparameter) -> Observation:
         used = [base for bases in self._fan_out.used[h.name].values() for base in bases]
@@ -318,17 +308,14 @@ class Ensemble:
 
     def _agree(self, tensors: Sequence[Tensor]) -> tuple[float, ...]:
         """Check that all replicas are at the same place with the same tensors; return their scores."""
-        options = repr((self.seed, self.interval, [(h.name, h.spread, h.ladder) for h in self._hyperparameters]))
-        claims = [
-            Claim("the step", "every replica must take the same number of optimizer steps", self._rounds.at.step),
-            Claim("the tensors to average", "build the same model and optimizer", averaging.layout(tensors)),
-            Claim("the ensemble's options", "give every replica the same arguments", zlib.crc32(options.encode())),
+        options = [
+            self.seed,
+            self.interval,
+            self.total_steps,
+            self._steering.act,
+            type(self._steering.controller).__name__,
         ]
-        same = "a scheduler must see the same numbers everywhere: all-reduce the metric that it is given"
-        for h in self._hyperparameters:
-            bases = [float(base) for base in h.bases()]
-            claims.append(Claim(f"the base of {h.name}", same, bases[0]))
-            claims.append(Claim(f"the sum of the bases of {h.name}", same, math.fsum(bases)))
+        claims = guard.claims(self._rounds.at.step, averaging.layout(tensors), options, self._hyperparameters)
         device = collective_device(tensors)
         vector = torch.tensor([*(claim.value for claim in claims), 0.0], dtype=torch.float64, device=device)
         vector[-1] = self._score.mean(device)
@@ -363,9 +350,9 @@ class Ensemble:
     def _add_loss(self, loss: Loss | None) -> None:
         if loss is not None:
             self._score.add(as_loss(loss))
-        elif self.controller.needs_score and self._explored and not self._rounds.at.finished:
+        elif self._steering.controller.needs_score and self._explored and not self._rounds.at.finished:
             raise ValueError(
-                f"{type(self.controller).__name__} judges the replicas by their losses, but none was given; "
+                f"{type(self._steering.controller).__name__} judges the replicas by their losses, but none was given; "
                 "pass this replica's own training loss: step(loss)"
             )
 

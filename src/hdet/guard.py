@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -148,6 +149,27 @@ class Claim:
     name: str
     remedy: str
     value: float
+
+
+def claims(step: int, layout: int, options: Sequence[object], hyperparameters: Sequence[Hyperparameter]) -> list[Claim]:
+    """What the replicas compare before they average: where they are, what they average, options and schedules."""
+    explored = [(h.name, h.spread, h.ladder) for h in hyperparameters]
+    same_schedule = "a scheduler must see the same numbers everywhere: all-reduce the metric that it is given"
+    made = [
+        Claim("the step", "every replica must take the same number of optimizer steps", step),
+        Claim("the tensors to average", "build the same model and optimizer", layout),
+        Claim("the ensemble's options", "give every replica the same arguments", checksum([*options, *explored])),
+    ]
+    for h in hyperparameters:
+        bases = [float(base) for base in h.bases()]
+        made.append(Claim(f"the base of {h.name}", same_schedule, bases[0]))
+        made.append(Claim(f"the sum of the bases of {h.name}", same_schedule, math.fsum(bases)))
+    return made
+
+
+def checksum(values: Sequence[object]) -> int:
+    """A number that tells lists of plain values apart."""
+    return zlib.crc32(repr(values).encode())
 
 
 def check_agreement(table: Sequence[Sequence[float]], claims: Sequence[Claim]) -> None:

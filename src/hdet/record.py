@@ -14,7 +14,7 @@ class HyperparameterRecord:
     Attributes:
         base: the schedule's value at the round's last step.
         center: base times scale, as trained with.
-        values: by replica.
+        values: center times multiplier, by replica.
         scale: the factor on the schedule from the next step on.
         proposed_scale: what the controller asked for; differs from `scale` only with `act=False`.
     """

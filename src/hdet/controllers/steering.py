@@ -1,0 +1,44 @@
+"""A controller together with its state: what an ensemble holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hdet.controllers.report import Controller, Report, State, check_state
+
+
+class Steering:
+    """The scales, as a controller moves them; with `act=False` it is asked, and nothing moves."""
+
+    def __init__(self, controller: Controller, names: Sequence[str], act: bool) -> None:
+        self.controller = controller
+        self.act = act
+        self._names = list(names)
+        self._state: State = controller.init(self._names)
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """The factor on each hyperparameter's schedule, by name."""
+        return {name: entry["scale"] for name, entry in self._state.items()}
+
+    def update(self, report: Report) -> dict[str, float]:
+        """Take in one full round; the scales that the controller asks for."""
+        proposed = self.controller.update(self._state, report)
+        before = self.scales
+        self._state = {
+            name: dict(entry) if self.act else {**entry, "scale": before[name]} for name, entry in proposed.items()
+        }
+        return {name: entry["scale"] for name, entry in proposed.items()}
+
+    def state_dict(self) -> State:
+        """The controller's state: numbers by name."""
+        return {name: dict(entry) for name, entry in self._state.items()}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from `state_dict()`; raises if it was saved for something else."""
+        self._state = check_state(state, self.controller.init(self._names))
+
+    def reset(self) -> None:
+        """Begin anew: every scale is 1."""
+        self._state = self.controller.init(self._names)

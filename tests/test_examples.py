@@ -1,0 +1,33 @@
+"""The demo and the benchmark run, small, as a user would start them."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parent.parent
+BIN = pathlib.Path(sys.executable).parent
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def call(*command):
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def test_digits():
+    done = call(BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "examples/digits.py", "--steps", "40")
+    lines = done.stdout.splitlines()
+    rows = {line.split()[0]: line.split() for line in lines if line.startswith("OneCycle")}
+    assert set(rows) == {"OneCycleLR", "OneCycleAutoLR"}
+    for _, loss, accuracy, steps, _ in rows.values():
+        assert float(loss) < 2.0  # guessing: 2.3
+        assert float(accuracy.rstrip("%")) > 30
+        assert steps == "40"
+    assert "Warning" not in done.stderr
+
+
+def test_digits_with_one_replica():
+    done = call(sys.executable, "examples/digits.py", "--steps", "5")
+    assert "one replica only" in done.stderr
