@@ -272,21 +272,25 @@ class Ensemble:
         return self._rounds.count_step()
 
     def _end_round(self, full: bool) -> None:
+        records = []
         if self._rounds.diverges and not self._rounds.at.finished:
             tensors = self._weights()
             tensors += averaging.optimizer_state(self._optimizers, {h.key for h in self._explored})
             scores = self._agree(tensors)
             averaging.average(tensors, self.replicas)
             self._rounds.at.equal = True
-            self._control(full, scores)
+            records.append(self._control(full, scores))
         self._score.reset()
         self._rounds.next_round()
         self._fan_out.scales = self.scales
         self._fan_out.multipliers = self._rounds.multipliers
         if self._rounds.at.step == self.total_steps:
             self.finish()
+        for record in records:  # last, so that a sink that raises leaves no round half ended
+            for call in self._on_round:
+                call(record)
 
-    def _control(self, full: bool, scores: tuple[float, ...]) -> None:
+    def _control(self, full: bool, scores: tuple[float, ...]) -> RoundRecord:
         at = self._rounds.at
         seen = {h.name: self._observe(h) for h in self._hyperparameters}
         trained, proposed = self.scales, self.scales
@@ -298,8 +302,7 @@ class Ensemble:
             values = tuple(center * m for m in seen[h.name].multipliers)
             row = HyperparameterRecord(seen[h.name].base, center, values, self.scales[h.name], proposed[h.name])
             rows[h.name] = row
-        for call in self._on_round:
-            call(RoundRecord(at.round, at.step, full, scores, rows))
+        return RoundRecord(at.round, at.step, full, scores, rows)
 
     def _observe(self, h: Hyperparameter) -> Observation:
         used = [base for bases in self._fan_out.used[h.name].values() for base in bases]
