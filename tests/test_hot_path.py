@@ -54,7 +54,8 @@ def ordinary_steps(kind, lr_is_tensor):
     if lr_is_tensor:
         for group in o.param_groups:
             group["lr"] = torch.zeros((), device="meta")
-    ensemble._fan_out.scales = dict.fromkeys(ensemble.scales, 0.5)  # as after a move of the controller
+    for entry in ensemble._steering._state.values():
+        entry["scale"] = 0.5  # as after a move of the controller
     count_collectives(calls)
     for step in range(120):
         for p in parameters:

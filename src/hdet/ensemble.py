@@ -146,7 +146,7 @@ class Ensemble:
         if not self._equal:
             self.converge()
         self._rounds.finish()
-        self._fan_out.multipliers = self._rounds.multipliers
+        self._fan_out.set(self.scales, self._rounds.multipliers)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -162,7 +162,7 @@ class Ensemble:
         buffers = [] if self._model is None else list(self._model.buffers())
         if tensors:
             self._agree(tensors)
-        self._in_consensus = True
+        self._in_consensus, self._fan_out.ready = True, False
         try:
             with averaging.averaged(tensors, self.replicas, kept=buffers):
                 yield
@@ -251,8 +251,7 @@ class Ensemble:
         self._unseen = 0
         self._fan_out.restore()
         self._fan_out.stepped = False
-        self._fan_out.scales = self.scales
-        self._fan_out.multipliers = self._rounds.multipliers
+        self._fan_out.set(self.scales, self._rounds.multipliers)
 
     # Rounds
 
@@ -263,7 +262,7 @@ class Ensemble:
 
     def _start(self) -> None:
         if self._rounds.start():
-            self._fan_out.multipliers = self._rounds.multipliers
+            self._fan_out.set(self.scales, self._rounds.multipliers)
 
     def _count_step(self) -> bool:
         """Count the optimizer step that was taken; whether the round ends with it."""
@@ -282,8 +281,7 @@ class Ensemble:
             records.append(self._control(full, scores))
         self._score.reset()
         self._rounds.next_round()
-        self._fan_out.scales = self.scales
-        self._fan_out.multipliers = self._rounds.multipliers
+        self._fan_out.set(self.scales, self._rounds.multipliers)
         if self._rounds.at.step == self.total_steps:
             self.finish()
         for record in records:  # last, so that a sink that raises leaves no round half ended
@@ -305,9 +303,10 @@ class Ensemble:
         return RoundRecord(at.round, at.step, full, scores, rows)
 
     def _observe(self, h: Hyperparameter) -> Observation:
-        used = [base for bases in self._fan_out.used[h.name].values() for base in bases]
         now = list(h.bases())
-        return Observation(representative(used or now), representative(now), h.floor, self._rounds.dealt[h.name])
+        return Observation(
+            representative(self._fan_out.used(h.name) or now), representative(now), h.floor, self._rounds.dealt[h.name]
+        )
 
     def _agree(self, tensors: Sequence[Tensor]) -> tuple[float, ...]:
         """Check that all replicas are at the same place with the same tensors; return their scores."""
@@ -340,6 +339,7 @@ class Ensemble:
         if self._in_consensus:
             raise RuntimeError("optimizer.step() inside consensus() would train the average; leave it first")
         self._start()
+        self._fan_out.ready = True
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self.mid_round and not self._in_consensus and not self._warned_state_dict:

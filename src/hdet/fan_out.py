@@ -5,7 +5,7 @@ Between steps the groups hold the base, so schedulers, loggers and checkpoints n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,13 +27,11 @@ class FanOut:
     Args:
         optimizers: whose steps are watched.
         hyperparameters: what is written.
-        prepare: called before the values of a step are written; held weakly.
+        prepare: called before the first step, and before every step while `ready` is False; held weakly.
 
     Attributes:
-        scales: the controller's factor on each hyperparameter, by name.
-        multipliers: this replica's multiplier of each hyperparameter, by name.
-        used: the bases that the last step was taken with, by name and optimizer, one per parameter group.
         stepped: a step was taken since this was last set to False.
+        ready: steps may be taken without asking `prepare`.
     """
 
     def __init__(
@@ -42,19 +40,35 @@ class FanOut:
         hyperparameters: Sequence[Hyperparameter],
         prepare: Callable[[], None],
     ) -> None:
-        self.scales = {h.name: 1.0 for h in hyperparameters}
-        self.multipliers = {h.name: 1.0 for h in hyperparameters}
-        self.used: dict[str, dict[int, list[Base]]] = {h.name: {} for h in hyperparameters}
         self.stepped = False
+        self.ready = False
         self._optimizers = tuple(optimizers)
-        self._of = {id(o): [h for h in hyperparameters if o in h.optimizers] for o in optimizers}
+        self._hyperparameters = tuple(hyperparameters)
         self._prepare = WeakHook(prepare)
-        self._replaced: dict[int, list[tuple[dict[str, Any], str, Base]]] = {}
+        self._written: dict[int, list[tuple[dict[str, Any], str, Base]]] = {id(o): [] for o in optimizers}
+        self._used: dict[int, list[tuple[str, Base]]] = {id(o): [] for o in optimizers}
         self._depth = {id(o): 0 for o in optimizers}
         self._hooks = Hooks(self)
         for optimizer in optimizers:
             self._hooks.around_step(optimizer, self._before_step, self._after_step)
             self._hooks.before_optimizer_state_dict(optimizer, self._restore)
+        plain = {h.name: 1.0 for h in hyperparameters}
+        self.set(plain, plain)
+
+    def set(self, scales: Mapping[str, float], multipliers: Mapping[str, float]) -> None:
+        """What this replica trains with from the next step on: its factors, by hyperparameter."""
+        self._plan = {
+            id(o): [
+                (h, scales[h.name], multipliers[h.name])
+                for h in self._hyperparameters
+                if o in h.optimizers and (h.diverges or scales[h.name] != 1.0)
+            ]
+            for o in self._optimizers
+        }
+
+    def used(self, name: str) -> list[Base]:
+        """The bases of a hyperparameter that the last step was taken with, one per parameter group."""
+        return [base for used in self._used.values() for of, base in used if of == name]
 
     def restore(self) -> None:
         """Put every base back, should a step that raised have left a value behind."""
@@ -67,7 +81,8 @@ class FanOut:
         self._hooks.remove()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArgs | None:
-        self._prepare()
+        if not self.ready:
+            self._prepare()
         owner = id(optimizer)
         self._depth[owner] += 1
         if self._depth[owner] == 1:  # a step within a step finds the values written
@@ -83,23 +98,24 @@ class FanOut:
             self._restore(optimizer)
 
     def _apply(self, optimizer: Optimizer) -> None:
-        replaced = self._replaced[id(optimizer)] = []
-        for h in self._of[id(optimizer)]:
-            scale, multiplier = self.scales[h.name], self.multipliers[h.name]
-            used: list[Base] = []
-            for group in h.groups(optimizer):
-                base = group[h.key]
+        written = self._written[id(optimizer)] = []
+        used = self._used[id(optimizer)] = []
+        groups = optimizer.param_groups
+        for h, scale, multiplier in self._plan[id(optimizer)]:
+            key, name = h.key, h.name
+            for group in groups if h.group is None else (groups[h.group],):
+                base = group[key]
+                written.append((group, key, base))
                 # A scheduler overwrites a tensor learning rate in place: keep what this step used.
-                used.append(base.clone() if isinstance(base, Tensor) else base)
-                if scale != 1.0 or multiplier != 1.0:
-                    replaced.append((group, h.key, base))
-                    group[h.key] = h.center(base, scale) * multiplier
-            self.used[h.name][id(optimizer)] = used
+                used.append((name, base.clone() if isinstance(base, Tensor) else base))
+                group[key] = (base if scale == 1.0 else h.center(base, scale)) * multiplier
 
     def _restore(self, optimizer: Optimizer) -> None:
-        self._depth[id(optimizer)] = 0
-        for group, key, base in self._replaced.pop(id(optimizer), ()):
+        owner = id(optimizer)
+        self._depth[owner] = 0
+        for group, key, base in self._written[owner]:
             group[key] = base
+        self._written[owner] = []
 
 
 def _with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], on_error: Callable[[], None]) -> StepArgs | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, cast
 
 from torch import nn
@@ -18,14 +19,17 @@ from torch.utils.hooks import RemovableHandle
 class WeakHook:
     """Calls a method of its owner for as long as the owner lives. Copies and pickles of it do nothing."""
 
-    __slots__ = ("_method",)
+    __slots__ = ("_function", "_owner")
 
     def __init__(self, method: Callable[..., Any] | None) -> None:
-        self._method = None if method is None else weakref.WeakMethod(method)
+        # Not a WeakMethod, which takes twice as long to call.
+        bound = cast("MethodType | None", method)
+        self._owner = None if bound is None else weakref.ref(bound.__self__)
+        self._function = None if bound is None else bound.__func__
 
     def __call__(self, *args: Any) -> Any:
-        method = self._method() if self._method is not None else None
-        return method(*args) if method is not None else None
+        owner = None if self._owner is None else self._owner()
+        return None if owner is None or self._function is None else self._function(owner, *args)
 
     def __reduce__(self) -> tuple[type[WeakHook], tuple[None]]:
         return WeakHook, (None,)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 Loss: TypeAlias = Tensor | SupportsFloat
+_EXACT = (torch.float32, torch.float64)
 
 
 def as_loss(loss: Loss) -> Tensor | float:
@@ -20,6 +21,8 @@ def as_loss(loss: Loss) -> Tensor | float:
         ValueError: for a tensor with several elements.
     """
     if isinstance(loss, Tensor):
+        if loss.dtype in _EXACT and loss.dim() == 0:  # the usual case, and cheap on purpose
+            return loss.detach() if loss.requires_grad else loss
         if not loss.is_floating_point():
             raise TypeError(f"loss must be a real floating-point tensor, got dtype {loss.dtype}")
         if loss.numel() != 1:
@@ -28,7 +31,7 @@ def as_loss(loss: Loss) -> Tensor | float:
                 "the mean over this replica's batch"
             )
         scalar = loss.detach().reshape(())
-        return scalar if scalar.dtype in (torch.float32, torch.float64) else scalar.float()
+        return scalar if scalar.dtype in _EXACT else scalar.float()
     if isinstance(loss, numbers.Real) and not isinstance(loss, bool):
         return float(loss)
     raise TypeError(
