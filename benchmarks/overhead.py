@@ -1,13 +1,15 @@
 """What hdet costs: in an ordinary step, in a real DDP loop, and in a converge. CPU and gloo, one thread per rank.
 
 step      One `optimizer.step()` and `scheduler.step()` with 4 tiny parameter groups on 2 ranks: OneCycleAutoLR in
-          mid-round against torch's OneCycleLR. A second OneCycleLR against the first one shows the noise.
+          mid-round against torch's OneCycleLR, in CPU time, as neither waits, one rank after the other; with an
+          optimizer that does nothing, and with SGD, whose work evicts the library's code from the caches. A second
+          OneCycleLR shows the noise.
 loop      AdamW on a transformer of 10 million parameters and 256 tokens per rank, in DDP on 2 ranks: the time inside
           the library's hooks and `Ensemble.step` against the rest of the step, at intervals of 100 and 1000 steps.
 converge  `hdet.converge.average` of 25 million float32 parameters against one all_reduce of a flat tensor that
-          already holds them (and a division), one all_reduce per parameter, and torch's PeriodicModelAverager.
-          The slowest rank counts. Memory is what the first call in a fresh process adds at its peak: VmHWM of
-          /proc/self/status, set back to VmRSS just before. The process group that hdet makes is included.
+          already holds them (and a division), one all_reduce per parameter (two turns, it is slow), and torch's
+          PeriodicModelAverager. The slowest rank counts. Memory is what the first call in a fresh process adds at
+          its peak: VmHWM of /proc/self/status, set back to VmRSS just before; hdet's process group is included.
 
 What is compared takes turns within one run; ratios and differences are taken within each turn. Shown are the median
 and, in brackets, the 10th and the 90th percentile of the turns.
@@ -33,7 +35,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 from timeit import timeit
 from typing import Any
 
@@ -67,7 +69,7 @@ class Sizes:
     elements: int = 25_000_000
     tensors: tuple[int, int] = (96, 2_500)
     ranks: tuple[int, ...] = (2, 4)
-    converge_turns: int = 20
+    converge_turns: int = 30
     bucket_bytes: int = BUCKET_BYTES
 
 
@@ -87,7 +89,7 @@ class Row:
     def line(self) -> str:
         goal = "" if self.goal is None else f"at most {self.goal:g} {self.unit}: {'met' if self.met else 'missed'}"
         value = f"{self.median:.3g} ({self.p10:.3g} to {self.p90:.3g}) {self.unit}"
-        return f"| {self.part:8} | {self.what:50} | {value:30} | {goal:22} |"
+        return f"| {self.part:8} | {self.what:52} | {value:30} | {goal:22} |"
 
 
 def launch(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
@@ -106,16 +108,23 @@ def _child(rank: int, ranks: int, folder: str, function: Callable[..., Any], arg
     dist.destroy_process_group()
 
 
-def tiny_optimizer() -> torch.optim.Optimizer:
+class Idle(torch.optim.SGD):
+    """Takes steps that do nothing, so that only what surrounds them is timed."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+def tiny_optimizer(kind: type[torch.optim.SGD]) -> torch.optim.Optimizer:
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
     for parameter in parameters:
         parameter.grad = torch.ones(2)
-    return torch.optim.SGD([{"params": [p]} for p in parameters], lr=1e-6, momentum=0.9)
+    return kind([{"params": [p]} for p in parameters], lr=1e-6, momentum=0.9)
 
 
-def measure_step(turns: int) -> list[list[float]]:
+def measure_step(turns: int, idle: bool) -> list[list[float]]:
     """Microseconds per step in each turn of 20 steps: OneCycleLR, OneCycleAutoLR, OneCycleLR again."""
-    optimizers = [tiny_optimizer() for _ in range(3)]
+    optimizers = [tiny_optimizer(Idle if idle else torch.optim.SGD) for _ in range(3)]
     options: dict[str, Any] = {"model_sync_interval": NEVER, "enable_auto_lr": True}
     ours = hdet.OneCycleAutoLR(optimizers[1], 1e-6, NEVER, ensemble_lr_spread_ratio=0.3, **options)
     first, second = (OneCycleLR(optimizers[i], 1e-6, NEVER) for i in (0, 2))
@@ -123,21 +132,27 @@ def measure_step(turns: int) -> list[list[float]]:
     schedules: list[Callable[[], None]] = [first.step, partial(ours.step, loss), second.step]
 
     def time(step: Callable[[], Any], schedule: Callable[[], None]) -> float:
-        return timeit(lambda: (step(), schedule()), gc.enable, number=20) / 20 * 1e6
+        return timeit(lambda: (step(), schedule()), gc.enable, thread_time, number=20) / 20 * 1e6
 
-    found = [[time(o.step, s) for o, s in zip(optimizers, schedules, strict=True)] for _ in range(turns + 5)]
+    found: list[list[float]] = []
+    for rank in range(2):  # one after the other: ordinary steps do not wait, and the ranks may share a core
+        if rank == dist.get_rank():
+            found = [[time(o.step, s) for o, s in zip(optimizers, schedules, strict=True)] for _ in range(turns + 5)]
+        dist.barrier()
     ours.ensemble.finish()
     return found[5:]
 
 
 def step_rows(sizes: Sizes) -> list[Row]:
-    turns = [turn for rank in launch(measure_step, 2, sizes.step_turns) for turn in rank]
-    return [
-        Row("step", "OneCycleLR", "us", [plain for plain, _, _ in turns]),
-        Row("step", "OneCycleAutoLR", "us", [ours for _, ours, _ in turns]),
-        Row("step", "OneCycleAutoLR - OneCycleLR", "us", [ours - plain for plain, ours, _ in turns], 25),
-        Row("step", "noise: OneCycleLR - OneCycleLR", "us", [again - plain for plain, _, again in turns]),
-    ]
+    rows = []
+    for idle, name in ((True, "idle"), (False, "SGD")):
+        turns = [turn for rank in launch(measure_step, 2, sizes.step_turns, idle) for turn in rank]
+        rows += [
+            Row("step", f"{name}: OneCycleLR", "us", [plain for plain, _, _ in turns]),
+            Row("step", f"{name}: OneCycleAutoLR - OneCycleLR", "us", [ours - plain for plain, ours, _ in turns], 25),
+            Row("step", f"{name}: noise, OneCycleLR - OneCycleLR", "us", [again - plain for plain, _, again in turns]),
+        ]
+    return rows
 
 
 def language_model(width: int, layers: int) -> nn.Module:
@@ -237,7 +252,7 @@ def extra_memory(call: Callable[[], None]) -> float:
 
 
 def measure_converge(sizes: Sizes, count: int) -> dict[str, list[float]]:
-    """For each way the extra MB of a first call, then the seconds of each turn. The slow one takes two turns only."""
+    """For each way the extra MB of a first call, then the seconds of each turn. The slow one has two turns only."""
     ways = ways_to_average(sizes, count)
     found = {name: [0.0 if name == SLOW else extra_memory(way)] for name, way in ways.items()}
     for turn in range(sizes.converge_turns):
@@ -277,8 +292,9 @@ def write(sizes: Sizes, rows: list[Row], table: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes: it works, but the numbers mean nothing")
-    parser.add_argument("--write", action="store_true", help="write the table beside this file, under results/")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--smoke", action="store_true", help="tiny sizes: it works, but the numbers mean nothing")
+    either.add_argument("--write", action="store_true", help="write the table beside this file, under results/")
     parser.add_argument("--bucket-mb", type=float, default=BUCKET_BYTES / 2**20, help="the size of a converge's bucket")
     options = parser.parse_args()
     multiprocessing.set_forkserver_preload(["torch", "hdet"])
@@ -287,7 +303,7 @@ def main() -> None:
     for ranks in sizes.ranks:
         for count, goal in zip(sizes.tensors, (1.2, 1.5), strict=True):
             rows += converge_rows(sizes, ranks, count, goal)
-    head = f"| {'part':8} | {'what':50} | {'median (10 to 90 %)':30} | {'goal':22} |\n|---|---|---|---|"
+    head = f"| {'part':8} | {'what':52} | {'median (10 to 90 %)':30} | {'goal':22} |\n|---|---|---|---|"
     table = "\n".join([head, *(row.line() for row in rows)])
     print(table)
     if options.write:

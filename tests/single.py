@@ -2,21 +2,13 @@
 
 from contextlib import contextmanager
 
-import hdet.rounds
-from hdet.replicas import Replicas
+from hdet.replicas import Replicas, seated
 
 
 @contextmanager
 def pretended(rank=0, size=2):
     """Within it every ensemble believes to be replica `rank` of `size`."""
-
-    class Pretended(Replicas):
-        def __init__(self, process_group=None):
-            super().__init__(process_group)
-            self.rank, self.size = rank, size
-
-    hdet.rounds.Replicas = Pretended
-    try:
+    replicas = Replicas()
+    replicas.rank, replicas.size = rank, size
+    with seated(replicas):
         yield
-    finally:
-        hdet.rounds.Replicas = Replicas

@@ -6,8 +6,10 @@ Read `hdet.ensemble` first: its `step()` is the protocol.
 from hdet.controllers import Controller, Fixed, Observation, Report, Softmax
 from hdet.ensemble import Ensemble
 from hdet.hyperparameter import Hyperparameter, learning_rate
+from hdet.in_process import ReplicaError, data_parallel, in_process
 from hdet.one_cycle import OneCycleAutoLR
 from hdet.record import HyperparameterRecord, RoundRecord
+from hdet.replicas import find_replicas
 from hdet.warm_init import warm_init
 
 __version__ = "0.1.0"
@@ -20,9 +22,13 @@ __all__ = [
     "HyperparameterRecord",
     "Observation",
     "OneCycleAutoLR",
+    "ReplicaError",
     "Report",
     "RoundRecord",
     "Softmax",
+    "data_parallel",
+    "find_replicas",
+    "in_process",
     "learning_rate",
     "warm_init",
 ]

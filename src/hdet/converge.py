@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn, optim
+from torch._utils import _unflatten_dense_tensors
 from torch.optim import Optimizer
 
 from hdet.replicas import Replicas
@@ -115,9 +116,8 @@ def average(tensors: Sequence[Tensor], replicas: Replicas, bucket_bytes: int = B
     for number, batch in enumerate(_batches(tensors, bucket_bytes)):
         kind = (_arithmetic(batch[0].dtype), batch[0].device)
         pair = buffers.setdefault(kind, [])
-        sizes = [t.numel() for t in batch]
-        flat = _buffer(pair, number % 2, sum(sizes), kind)
-        slices = [part.view(t.shape) for part, t in zip(torch.split(flat, sizes), batch, strict=True)]
+        flat = _buffer(pair, number % 2, sum([t.numel() for t in batch]), kind)
+        slices = list(_unflatten_dense_tensors(flat, batch))  # type: ignore[no-untyped-call]
         torch._foreach_copy_(slices, batch)
         work = replicas.start_mean(flat)
         if travelling is not None:
@@ -167,15 +167,15 @@ def _batches(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tens
     for (dtype, _), members in kinds.items():
         limit = max(1, bucket_bytes // dtype.itemsize)
         batch: list[Tensor] = []
-        room = limit
-        for piece in (p for member in members for p in _pieces(member, limit)):
-            if piece.numel() > room and batch:
-                yield batch
-                batch, room = [], limit
-            batch.append(piece)
-            room -= piece.numel()
-        if batch:
-            yield batch
+        filled = 0
+        for member in members:
+            for piece in (member,) if member.numel() <= limit else _pieces(member, limit):
+                filled += piece.numel()
+                if filled > limit and batch:
+                    yield batch
+                    batch, filled = [], piece.numel()
+                batch.append(piece)
+        yield batch
 
 
 def _pieces(tensor: Tensor, limit: int) -> Iterator[Tensor]:

@@ -18,6 +18,38 @@ Base = float | Tensor
 StepArgs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+class _Watched:
+    """One optimizer: what is written into its groups, and what a step in progress has replaced there."""
+
+    __slots__ = ("depth", "plan", "used", "written")
+
+    def __init__(self) -> None:
+        self.plan: list[tuple[Hyperparameter, float, float]] = []
+        self.written: list[tuple[dict[str, Any], str, Base]] = []
+        self.used: list[tuple[str, Base]] = []
+        self.depth = 0
+
+    def apply(self, groups: list[dict[str, Any]]) -> None:
+        """Write the values; remember the bases."""
+        written, used = self.written, self.used
+        used.clear()
+        for h, scale, multiplier in self.plan:
+            key, name = h.key, h.name
+            for group in groups if h.group is None else (groups[h.group],):
+                base = group[key]
+                written.append((group, key, base))
+                # A scheduler overwrites a tensor learning rate in place: keep what this step used.
+                used.append((name, base.clone() if isinstance(base, Tensor) else base))
+                group[key] = (base if scale == 1.0 else h.center(base, scale)) * multiplier
+
+    def restore(self) -> None:
+        """Put the bases back; nothing happens if they are back already."""
+        self.depth = 0
+        for group, key, base in self.written:
+            group[key] = base
+        self.written.clear()
+
+
 class FanOut:
     """Writes values before a step and restores the bases after it.
 
@@ -45,9 +77,7 @@ class FanOut:
         self._optimizers = tuple(optimizers)
         self._hyperparameters = tuple(hyperparameters)
         self._prepare = WeakHook(prepare)
-        self._written: dict[int, list[tuple[dict[str, Any], str, Base]]] = {id(o): [] for o in optimizers}
-        self._used: dict[int, list[tuple[str, Base]]] = {id(o): [] for o in optimizers}
-        self._depth = {id(o): 0 for o in optimizers}
+        self._watched = {id(o): _Watched() for o in optimizers}
         self._hooks = Hooks(self)
         for optimizer in optimizers:
             self._hooks.around_step(optimizer, self._before_step, self._after_step)
@@ -57,23 +87,21 @@ class FanOut:
 
     def set(self, scales: Mapping[str, float], multipliers: Mapping[str, float]) -> None:
         """What this replica trains with from the next step on: its factors, by hyperparameter."""
-        self._plan = {
-            id(o): [
+        for optimizer in self._optimizers:
+            self._watched[id(optimizer)].plan = [
                 (h, scales[h.name], multipliers[h.name])
                 for h in self._hyperparameters
-                if o in h.optimizers and (h.diverges or scales[h.name] != 1.0)
+                if optimizer in h.optimizers and (h.diverges or scales[h.name] != 1.0)
             ]
-            for o in self._optimizers
-        }
 
     def used(self, name: str) -> list[Base]:
         """The bases of a hyperparameter that the last step was taken with, one per parameter group."""
-        return [base for used in self._used.values() for of, base in used if of == name]
+        return [base for watched in self._watched.values() for of, base in watched.used if of == name]
 
     def restore(self) -> None:
         """Put every base back, should a step that raised have left a value behind."""
-        for optimizer in self._optimizers:
-            self._restore(optimizer)
+        for watched in self._watched.values():
+            watched.restore()
 
     def close(self) -> None:
         """Put every base back and remove the hooks."""
@@ -83,39 +111,23 @@ class FanOut:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArgs | None:
         if not self.ready:
             self._prepare()
-        owner = id(optimizer)
-        self._depth[owner] += 1
-        if self._depth[owner] == 1:  # a step within a step finds the values written
-            self._apply(optimizer)
+        watched = self._watched[id(optimizer)]
+        watched.depth += 1
+        if watched.depth == 1:  # a step within a step finds the values written
+            watched.apply(optimizer.param_groups)
         if len(args) == 1 and not kwargs:
             return None
-        return _with_closure(args, kwargs, lambda: self._restore(optimizer))
+        return _with_closure(args, kwargs, watched.restore)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stepped = True
-        self._depth[id(optimizer)] -= 1
-        if self._depth[id(optimizer)] <= 0:
-            self._restore(optimizer)
-
-    def _apply(self, optimizer: Optimizer) -> None:
-        written = self._written[id(optimizer)] = []
-        used = self._used[id(optimizer)] = []
-        groups = optimizer.param_groups
-        for h, scale, multiplier in self._plan[id(optimizer)]:
-            key, name = h.key, h.name
-            for group in groups if h.group is None else (groups[h.group],):
-                base = group[key]
-                written.append((group, key, base))
-                # A scheduler overwrites a tensor learning rate in place: keep what this step used.
-                used.append((name, base.clone() if isinstance(base, Tensor) else base))
-                group[key] = (base if scale == 1.0 else h.center(base, scale)) * multiplier
+        watched = self._watched[id(optimizer)]
+        watched.depth -= 1
+        if watched.depth <= 0:
+            watched.restore()
 
     def _restore(self, optimizer: Optimizer) -> None:
-        owner = id(optimizer)
-        self._depth[owner] = 0
-        for group, key, base in self._written[owner]:
-            group[key] = base
-        self._written[owner] = []
+        self._watched[id(optimizer)].restore()
 
 
 def _with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], on_error: Callable[[], None]) -> StepArgs | None:

@@ -158,7 +158,7 @@ class OneCycleAutoLR(OneCycleLR):
         if not self._ready:
             super().step()
             return
-        if epoch is not None and not isinstance(epoch, numbers.Integral):
+        if isinstance(epoch, Tensor) or not (epoch is None or isinstance(epoch, numbers.Integral)):
             if loss is not None:
                 raise TypeError("loss was given twice; write step(loss) or step(loss=loss)")
             epoch, loss = None, epoch

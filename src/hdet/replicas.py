@@ -6,7 +6,9 @@ mixed up with those of DDP or of a data loader.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -14,12 +16,15 @@ from torch import Tensor
 
 
 class Replicas:
-    """The data-parallel replicas of one model, seen from one of them.
+    """The data-parallel replicas of one model, seen from one of them: the ranks of a process group.
 
     Attributes:
         rank: which replica this is, 0 to size - 1.
         size: how many there are; 1 where torch.distributed is not initialised.
+        wrapping_broadcasts: whether wrapping a model to share gradients gives all replicas the first one's weights.
     """
+
+    wrapping_broadcasts = True
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.rank = 0
@@ -51,6 +56,7 @@ class Replicas:
         """Wait for `start_mean` (on the device, where that is possible) and turn the sum into the mean."""
         if work is not None:
             work.wait()
+        if self.size > 1:
             flat.div_(self.size)
 
     def close(self) -> None:
@@ -68,6 +74,25 @@ class Replicas:
                 self._own = dist.new_group(list(ranks), use_local_synchronization=True)
         assert self._own is not None
         return self._own
+
+
+_here = threading.local()
+
+
+def find_replicas(process_group: dist.ProcessGroup | None = None) -> Replicas:
+    """The replicas that the caller is one of: those of `hdet.in_process`, or the ranks of the process group."""
+    seat: Replicas | None = getattr(_here, "seat", None)
+    return Replicas(process_group) if seat is None or process_group is not None else seat
+
+
+@contextmanager
+def seated(replicas: Replicas) -> Iterator[None]:
+    """Within it `find_replicas()` finds `replicas`, in this thread."""
+    _here.seat = replicas
+    try:
+        yield
+    finally:
+        _here.seat = None
 
 
 def collective_device(tensors: Sequence[Tensor]) -> torch.device:

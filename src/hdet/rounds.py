@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hdet.assignment import deal
 from hdet.hyperparameter import Hyperparameter
-from hdet.replicas import Replicas
+from hdet.replicas import Replicas, find_replicas
 
 
 @dataclass
@@ -65,12 +65,13 @@ class Rounds:
         self._seed = seed
         self._process_group = process_group
         self._replicas: Replicas | None = None
+        self._single = not self._explores  # nothing to tell the replicas apart: settled by start()
         self._at_end = weakref.finalize(self, _warn_unfinished, self.at)
 
     @property
     def replicas(self) -> Replicas:
         """Who the replicas are: fixed by the first optimizer step, looked up anew before it."""
-        return self._replicas if self._replicas is not None else Replicas(self._process_group)
+        return self._replicas if self._replicas is not None else find_replicas(self._process_group)
 
     @property
     def diverges(self) -> bool:
@@ -88,22 +89,24 @@ class Rounds:
         """Fix who the replicas are and deal the first slots; False if that was done before."""
         if self._replicas is not None:
             return False
-        self._replicas = Replicas(self._process_group)
+        self._replicas = find_replicas(self._process_group)
         if self._explores and self._replicas.size == 1:
             warnings.warn(
                 "there is one replica only, so the spread has no effect and this is plain training; launch "
                 "several with torchrun and call torch.distributed.init_process_group() first",
                 stacklevel=2,
             )
+        self._single = not self.diverges
         self.dealt = self._deal(self._replicas)
         return True
 
     def count_step(self) -> bool:
         """Count one optimizer step; whether the round ends with it."""
-        self.at.step += 1
-        self.at.step_in_round += 1
-        self.at.equal = not self.diverges
-        return self.full or self.at.step == self._total_steps
+        at = self.at
+        at.step += 1
+        at.step_in_round += 1
+        at.equal = self._single
+        return at.step_in_round >= self._interval or at.step == self._total_steps
 
     @property
     def full(self) -> bool:

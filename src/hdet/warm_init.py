@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hdet.replicas import Replicas
+from hdet.replicas import find_replicas
 
 
 @torch.no_grad()
@@ -45,8 +45,8 @@ def warm_init(
         raise ValueError(f"noise must be at least 0 and finite, got {noise!r}; write for example noise=0.01")
     if per not in ("tensor", "model"):
         raise ValueError(f'per must be "tensor" or "model", got {per!r}')
-    replicas = Replicas(process_group)
-    if replicas.size > 1 and not unwrapped and not _wrapped(model):
+    replicas = find_replicas(process_group)
+    if replicas.size > 1 and replicas.wrapping_broadcasts and not unwrapped and not _wrapped(model):
         raise ValueError(
             "warm_init must come after DistributedDataParallel, which broadcasts rank 0's weights and would wipe "
             "the noise out; write model = DistributedDataParallel(model); warm_init(model), or pass "

@@ -1,0 +1,187 @@
+"""N replicas in one process, for notebooks, tests and machines with fewer cores than replicas.
+
+Each replica is a thread, and one of them runs at a time: it goes on until it needs the others, then the next one has
+its turn. So runs are reproducible, and every replica has a random generator of its own, as it has in its own process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from hdet.converge import average
+from hdet.replicas import Replicas, find_replicas, seated
+
+T = TypeVar("T")
+
+
+class ReplicaError(RuntimeError):
+    """A replica raised; its own exception is the cause."""
+
+
+class _Abandoned(BaseException):
+    """Ends the other replicas when one has raised."""
+
+
+class _Table:
+    """Where the replicas of one process meet. Only the replica whose turn it is touches anything."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.failed: tuple[int, BaseException] | None = None
+        self._turn = 0
+        self._gone: set[int] = set()
+        self._changed = threading.Condition()
+        self._laid: dict[int, dict[int, Any]] = {}
+        self._result: dict[int, Any] = {}
+        self._read: dict[int, int] = {}
+
+    def meet(self, rank: int, number: int, mine: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """Lay down `mine` for meeting `number`, wait for everybody, and get what `combine` makes of it all."""
+        laid = self._laid.setdefault(number, {})
+        laid[rank] = mine
+        self.pass_turn(rank)
+        self.await_turn(rank)
+        if len(laid) < self.size:
+            missing = sorted(self._gone - set(laid))
+            raise RuntimeError(f"replica {missing[0]} has returned, but replica {rank} still waits for it")
+        if number not in self._result:
+            self._result[number] = combine([laid[r] for r in range(self.size)])
+        result = self._result[number]
+        self._read[number] = self._read.get(number, 0) + 1
+        if self._read[number] == self.size:
+            del self._laid[number], self._result[number], self._read[number]
+        return result
+
+    def await_turn(self, rank: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn == rank)
+        if self.failed is not None:
+            raise _Abandoned
+
+    def pass_turn(self, rank: int) -> None:
+        with self._changed:
+            turns = [(rank + k) % self.size for k in range(1, self.size + 1)]
+            self._turn = next((r for r in turns if r not in self._gone), rank)
+            self._changed.notify_all()
+
+    def leave(self, rank: int, error: BaseException | None) -> None:
+        if error is not None and self.failed is None:
+            self.failed = (rank, error)
+        self._gone.add(rank)
+        self.pass_turn(rank)
+
+
+class InProcess(Replicas):
+    """One of the replicas of this process."""
+
+    wrapping_broadcasts = False
+
+    def __init__(self, rank: int, table: _Table) -> None:
+        self.rank, self.size = rank, table.size
+        self._table = table
+        self._meetings = 0
+
+    def gather(self, values: Tensor) -> list[list[float]]:
+        """Every replica's vector, by replica."""
+        found: list[list[float]] = self._meet(values.tolist(), list)
+        return found
+
+    def start_mean(self, flat: Tensor) -> None:
+        """Replace `flat` by its sum over the replicas."""
+        flat.copy_(self._meet(flat, lambda everyone: torch.stack(everyone).sum(0)))
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _meet(self, mine: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        self._meetings += 1
+        generator = torch.get_rng_state()
+        result = self._table.meet(self.rank, self._meetings, mine, combine)
+        torch.set_rng_state(generator)
+        return result
+
+
+def in_process(function: Callable[..., T], size: int, *args: Any) -> list[T]:
+    """Call `function(*args)` once for each of `size` replicas in this process; what they returned, by replica.
+
+    Within it `Ensemble`, `OneCycleAutoLR`, `warm_init` and `data_parallel` know which replica they serve, as they do
+    under torchrun: the same function runs in both.
+
+    Raises:
+        ReplicaError: if a replica raises. Its exception is the cause; the others are ended.
+
+    >>> in_process(lambda: find_replicas().rank, 3)
+    [0, 1, 2]
+    """
+    table = _Table(size)
+    results: dict[int, T] = {}
+    generator = torch.get_rng_state()
+
+    def live(rank: int) -> None:
+        error: BaseException | None = None
+        try:
+            table.await_turn(rank)
+            torch.set_rng_state(generator)
+            with seated(InProcess(rank, table)):
+                results[rank] = function(*args)
+        except _Abandoned:
+            pass
+        except BaseException as raised:
+            error = raised
+        finally:
+            table.leave(rank, error)
+
+    threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.set_rng_state(generator)
+    if table.failed is not None:
+        rank, cause = table.failed
+        raise ReplicaError(f"replica {rank} raised {type(cause).__name__}: {cause}") from cause
+    return [results[rank] for rank in range(size)]
+
+
+class SharedGradients(nn.Module):
+    """What DistributedDataParallel is to processes: averages the gradients at the end of each backward pass."""
+
+    def __init__(self, module: nn.Module, replicas: Replicas) -> None:
+        super().__init__()
+        self.module = module
+        self._replicas = replicas
+        self._queued = False
+        for p in module.parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(self._queue)  # type: ignore[no-untyped-call]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's."""
+        return self.module(*args, **kwargs)
+
+    def _queue(self, _: Tensor) -> None:
+        if not self._queued:
+            self._queued = True
+            Variable._execution_engine.queue_callback(self._average)
+
+    def _average(self) -> None:
+        self._queued = False
+        average([p.grad for p in self.module.parameters() if p.grad is not None], self._replicas)
+
+
+def data_parallel(model: nn.Module) -> nn.Module:
+    """`model` with gradients shared by the replicas: DistributedDataParallel, its twin in one process, or itself.
+
+    For code that runs under torchrun and under `in_process` alike.
+    """
+    replicas = find_replicas()
+    if isinstance(replicas, InProcess):
+        return SharedGradients(model, replicas)
+    return DistributedDataParallel(model) if replicas.size > 1 else model
