@@ -120,9 +120,10 @@ def rounds_of_all_kinds():
     rate = records[1].hyperparameters["learning_rate"]
     assert sorted(v / rate.center for v in rate.values) == pytest.approx([0.7, 1.3])
     assert all_equal(model.parameters())
-    # after the end the steps are plain, and the replicas stay equal
+    # after the end the steps are plain, and the replicas stay equal, known to be so
     train(model, o, ensemble, 3, first=11)
     assert all_equal(model.parameters())
+    assert ensemble._equal
     assert ensemble.multipliers == {"learning_rate": 1.0}
     ensemble.finish()
     assert len(records) == 4
@@ -224,7 +225,7 @@ def accumulated(micro):
 
 def test_gradient_accumulation_counts_optimizer_steps():
     for progress, scores in run(accumulated, 2, 3):
-        assert progress == {"step": 4, "round": 2, "step_in_round": 0, "finished": False}
+        assert progress == {"step": 4, "round": 2, "step_in_round": 0, "cut": False, "finished": False}
         assert len(scores) == 2
         assert all(math.isfinite(s) for row in scores for s in row)
 
@@ -343,6 +344,19 @@ def test_groups_added_later_are_averaged():
     assert run(late_group, 2) == [(True, True)] * 2
 
 
+def frozen_in_mid_round():
+    model, o, ensemble = make(interval=3, optimizer=optim.SGD)
+    train(model, o, ensemble, 1)
+    model.module.outer.weight.requires_grad_(False)
+    assert not all_equal([model.module.outer.weight])
+    ensemble.converge()
+    return all_equal([model.module.outer.weight])
+
+
+def test_a_parameter_frozen_in_mid_round_is_averaged_once_more():
+    assert run(frozen_in_mid_round, 2) == [True, True]
+
+
 # the process group
 
 
@@ -377,9 +391,12 @@ def test_replicas_can_be_a_part_of_the_ranks():
 def disagreeing(kind):
     rank = dist.get_rank()
     extra = {"seed": rank} if kind == "options" else {}
+    per_group = kind == "hyperparameters" and rank == 0
     net = nn.Linear(6, 2 if kind != "tensors" or rank == 0 else 3)
     o = optim.SGD(net.parameters(), lr=0.1 + (0.1 * rank if kind == "base" else 0))
-    ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.5)], interval=1, **extra)
+    if kind == "hyperparameters":
+        o.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.5, per_group=per_group)], interval=1, **extra)
     if kind == "step" and rank == 1:
         ensemble.start_from(5)
     for p in net.parameters():
@@ -398,6 +415,7 @@ def disagreeing(kind):
         ("base", r"the base of learning_rate: 0\.1 on replica 0, 0\.2 on replica 1"),
         ("tensors", "the tensors to average"),
         ("options", "the ensemble's options"),
+        ("hyperparameters", "the ensemble's options"),
         ("step", "the step: 1.0 on replica 0, 6.0 on replica 1"),
     ],
 )
@@ -552,6 +570,60 @@ def test_after_close_steps_are_plain_and_never_an_error():
             o.step()
             ensemble.step(1.0)
         assert p.item() == pytest.approx(1 - 120 * 0.1, rel=1e-4)
+        assert ensemble.multipliers == ensemble.scales == {"learning_rate": 1.0}
+        for call in (ensemble.converge, ensemble.finish, ensemble.consensus().__enter__):
+            with pytest.raises(RuntimeError, match="closed"):
+                call()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"spread": 0.0, "controller": hdet.Softmax()}, "Softmax has no effect, as nothing is explored"),
+        ({"act": False}, "act=False has no effect"),
+        ({"controller": hdet.Softmax(warmup_steps=50), "total_steps": 50}, "Softmax never acts"),
+        ({"controller": hdet.Softmax(warmup_steps=9), "total_steps": 10, "interval": 4}, "ends at step 8"),
+    ],
+)
+def test_arguments_without_effect_warn(options, match):
+    o = optim.SGD(parameters_of(), lr=0.1)
+    rate = hdet.learning_rate(o, spread=options.pop("spread", 0.1))
+    with pytest.warns(UserWarning, match=match):
+        hdet.Ensemble(o, [rate], **{"interval": 5, **options})
+
+
+def test_resuming_without_a_state_and_beyond_the_end():
+    with pretended():
+        p = nn.Parameter(torch.ones(1))
+        p.grad = torch.ones(1)
+        o = optim.SGD([p], lr=0.1)
+        past = hdet.Ensemble(o, interval=4, total_steps=10, start_step=12)
+        assert past.multipliers == {"learning_rate": 1.0}
+        finished = past.state_dict()
+        past.close()
+        longer = hdet.Ensemble(o, interval=4, total_steps=20)
+        longer.load_state_dict(finished)
+        assert longer.multipliers["learning_rate"] != 1.0
+        longer.close()
+        middle = hdet.Ensemble(o, interval=4, start_step=7)
+        assert not middle.mid_round
+        assert "mid_round" not in middle.state_dict()
+        o.step()
+        middle._count()
+        assert middle.mid_round
+        assert not middle._rounds.full  # three of its four steps were taken elsewhere
+
+
+def test_the_base_of_a_joint_learning_rate_is_that_of_one_group():
+    with pretended():
+        parameters = parameters_of(2)
+        o = optim.SGD([{"params": [p]} for p in parameters], lr=0.1)
+        o.param_groups[0]["lr"] = 0.0
+        ensemble = hdet.Ensemble(o, interval=4)
+        o.step()
+        o.param_groups[0]["lr"], o.param_groups[1]["lr"] = 5.0, 0.09
+        seen = ensemble._observe(ensemble._hyperparameters[0])
+        assert (seen.base, seen.next_base) == (0.1, 0.09)
 
 
 def parameters_of(n=1):
@@ -573,6 +645,9 @@ def parameters_of(n=1):
         ({"interval": 1, "hyperparameters": ["lr"]}, TypeError, "hyperparameters must hold"),
         ({"interval": 1, "model": nn.Linear(2, 2)}, ValueError, "model must be the one that the optimizer trains"),
         ({"interval": 1, "model": 3}, TypeError, "model must be a torch.nn.Module"),
+        ({"interval": 1, "also": [3]}, TypeError, "also must hold modules or tensors"),
+        ({"interval": 1, "on_round": [3]}, TypeError, "on_round must hold callables"),
+        ({"interval": 1, "controller": hdet.Softmax}, TypeError, r"controller=hdet.Softmax\(\)"),
     ],
 )
 def test_bad_arguments(options, error, match):

@@ -31,3 +31,10 @@ def test_digits():
 def test_digits_with_one_replica():
     done = call(sys.executable, "examples/digits.py", "--steps", "5")
     assert "one replica only" in done.stderr
+
+
+def test_the_overhead_benchmark():
+    rows = [line.split("|") for line in call(sys.executable, "benchmarks/overhead.py", "--smoke").stdout.splitlines()]
+    parts = {row[1].strip() for row in rows if len(row) > 3}
+    assert {"step", "loop", "2 ranks"} <= parts
+    assert all(" (" in row[3] for row in rows[2:])

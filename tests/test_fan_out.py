@@ -80,18 +80,81 @@ def test_a_closure_works_and_one_that_raises_restores_the_bases(as_keyword):
         assert o.param_groups[0]["lr"] == 0.1
 
 
-def test_an_optimizer_that_raises_leaves_nothing_in_checkpoints():
-    class Fragile(optim.SGD):
-        def step(self, closure=None):
-            raise ValueError("on purpose")
+class Fragile(optim.SGD):
+    """Raises in the middle of a step when told to, as running out of memory does."""
 
+    broken = False
+
+    def step(self, closure=None):
+        if self.broken:
+            raise ValueError("on purpose")
+        super().step(closure)
+
+
+@pytest.mark.parametrize("recursive", [False, True])
+def test_after_a_step_that_raised_the_fan_out_goes_on(recursive):
+    make(optimizer=optim.SGD)  # gives the parent class its own hooks, so that steps nest
+    with pretended():
+        parameters, o, ensemble = make(optimizer=Fragile)
+        schedule = (
+            optim.lr_scheduler.ExponentialLR(o, 0.5) if recursive else optim.lr_scheduler.LambdaLR(o, lambda e: 0.5**e)
+        )
+        multiplier = ensemble.multipliers["learning_rate"]
+        taken = []
+        for step in range(5):
+            o.broken = step == 1
+            before = parameters[0][0].item()
+            if o.broken:
+                with pytest.raises(ValueError, match="on purpose"):
+                    o.step()
+                assert o.state_dict()["param_groups"][0]["lr"] == 0.05
+                continue
+            o.step()
+            taken.append(before - parameters[0][0].item())
+            assert o.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 ** len(taken[:-1]))
+            schedule.step()
+            ensemble.step()
+        assert taken == pytest.approx([multiplier * 0.1 * 0.5**k for k in range(4)], rel=1e-5)
+
+
+def test_a_value_written_after_a_step_that_raised_is_kept():
     with pretended():
         _, o, ensemble = make(optimizer=Fragile)
-        for save in (o.state_dict, ensemble.state_dict):
-            with pytest.raises(ValueError, match="on purpose"):
+        o.broken = True
+        with pytest.raises(ValueError, match="on purpose"):
+            o.step()
+        o.param_groups[0]["lr"] = 0.7
+        ensemble.restore_bases()
+        assert [g["lr"] for g in o.param_groups] == [0.7, 0.1]
+
+
+def test_saving_within_a_closure_gives_the_bases_and_leaves_the_step_alone():
+    with pretended():
+        parameters, o, ensemble = make()
+        saved = []
+        o.step(lambda: saved.append(o.state_dict()) or torch.tensor(1.0))
+        assert [g["lr"] for g in saved[0]["param_groups"]] == [0.1, 0.1]
+        assert parameters[0][0].item() == pytest.approx(-0.1 * ensemble.multipliers["learning_rate"])
+
+
+def test_a_second_ensemble_on_the_same_learning_rate_is_refused():
+    with pretended():
+        _, o, ensemble = make()
+        with pytest.raises(ValueError, match=r"another ensemble explores 'lr'.*close\(\)"):
+            hdet.Ensemble(o, interval=3)
+        hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.0)], interval=3)
+        ensemble.close()
+        hdet.Ensemble(o, interval=3)
+
+
+def test_steps_are_counted_not_calls():
+    with pretended():
+        _, o, ensemble = make()
+        for _ in range(3):
+            for _ in range(4):
                 o.step()
-            save()
-            assert [g["lr"] for g in o.param_groups] == [0.1, 0.1]
+            ensemble.step()
+        assert ensemble.state_dict()["progress"]["step"] == 12
 
 
 def test_groups_that_share_one_tensor_learning_rate_do_not_disturb_each_other():
@@ -120,7 +183,7 @@ def test_loading_optimizer_state_in_mid_run_is_fine():
 
 def test_close_removes_every_hook_and_so_does_dropping_the_ensemble():
     def tables(o):
-        return o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks, o._optimizer_state_dict_pre_hooks
+        return o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks, o._optimizer_state_dict_post_hooks
 
     with pretended():
         model = nn.Linear(2, 2)

@@ -249,7 +249,9 @@ def test_state_of_torchs_one_cycle_can_be_loaded():
     ours = OneCycleAutoLR(optimizer(), 0.1, total_steps=20, model_sync_interval=4)
     ours.optimizer.load_state_dict(plain.optimizer.state_dict())
     ours.load_state_dict(plain.state_dict())
-    assert ours.ensemble.state_dict()["progress"] == {"step": 7, "round": 1, "step_in_round": 3, "finished": False}
+    assert ours.ensemble.state_dict()["progress"] == {
+        "step": 7, "round": 1, "step_in_round": 3, "cut": True, "finished": False,
+    }  # fmt: skip
     take(plain)
     take(ours)
     assert ours.get_last_lr() == plain.get_last_lr()
@@ -293,7 +295,10 @@ def test_a_world_size_without_torch_distributed_is_an_error():
     ("options", "match"),
     [
         ({"enable_auto_lr": True}, "no effect with ensemble_lr_spread_ratio=0"),
-        ({"enable_auto_lr": True, "ensemble_lr_spread_ratio": 0.1}, "auto_lr_warmup_steps=100000 is not less"),
+        (
+            {"enable_auto_lr": True, "ensemble_lr_spread_ratio": 0.1},
+            "auto_lr_warmup_steps=100000 is not over at step 16",
+        ),
         ({"auto_lr_decay": "geometric"}, "no effect without enable_auto_lr"),
         ({"ensemble_lr_spread_ratio": 0.1, "model_sync_interval": 1000}, "longer than the run of 20"),
     ],
@@ -334,6 +339,115 @@ def test_arguments_without_effect_warn(options, match):
 def test_bad_arguments(options, error, match):
     with pytest.raises(error, match=match):
         OneCycleAutoLR(optimizer(), **{"max_lr": 0.1, "total_steps": 20, "model_sync_interval": 4, **options})
+
+
+def test_a_missing_loss_leaves_the_schedule_where_it_was():
+    with pretended():
+        s = OneCycleAutoLR(optimizer(), 0.1, total_steps=20, ensemble_lr_spread_ratio=0.1, model_sync_interval=4,
+                           enable_auto_lr=True, auto_lr_warmup_steps=5)  # fmt: skip
+        with pytest.raises(ValueError, match="none was given"):
+            take(s)
+        assert s.last_epoch == 0
+
+
+def test_after_close_the_rates_shown_are_the_schedules():
+    with pretended():
+        s = OneCycleAutoLR(optimizer(), 0.1, total_steps=20, ensemble_lr_spread_ratio=0.1, model_sync_interval=4)
+        s.ensemble.close()
+        take(s)
+        assert s.get_last_lr() == s.get_replica_lr() == [g["lr"] for g in s.optimizer.param_groups]
+
+
+def geometric_variants():
+    results = {}
+    for name, options in {"zero": {"max_lr": [0.1, 0.0]}, "observed": {"act": False}}.items():
+        s = OneCycleAutoLR(
+            optimizer(), total_steps=20, ensemble_lr_spread_ratio=0.1, model_sync_interval=4, enable_auto_lr=True,
+            auto_lr_warmup_steps=5, auto_lr_decay="geometric", **{"max_lr": 0.1, **options},
+        )  # fmt: skip
+        plain = OneCycleLR(optimizer(), options.get("max_lr", 0.1), total_steps=20)
+        for _ in range(20):
+            take(s, 1.0)
+            take(plain)
+        results[name] = (s.get_last_lr(), plain.get_last_lr())
+    return results
+
+
+def test_geometric_decay_with_a_rate_of_zero_and_when_only_observing():
+    for results in run(geometric_variants, 2):
+        assert results["zero"][0][1] == 0.0
+        assert results["observed"][0] == results["observed"][1]
+
+
+def drop_in(total=23, **options):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    o = optim.AdamW(model.parameters(), lr=0.1)
+    if options.pop("plain", False):
+        return model, o, OneCycleLR(o, 0.05, total_steps=total)
+    return model, o, OneCycleAutoLR(o, 0.05, total_steps=total, model_sync_interval=4, model=model, **options)
+
+
+def drop_in_train(model, o, s, steps):
+    for step in steps:
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step + 100 * dist.get_rank()))
+        loss = ((model(x) - x.sum(1, keepdim=True)) ** 2).mean()
+        o.zero_grad()
+        loss.backward()
+        o.step()
+        s.step(loss) if isinstance(s, OneCycleAutoLR) else s.step()
+
+
+def everything(model, o):
+    moments = [v for p in model.parameters() for _, v in sorted(o.state[p].items())]
+    return [t.detach().clone() for t in (*model.parameters(), *model.buffers(), *moments)]
+
+
+def spread_zero():
+    counted = []
+    for plain in (True, False):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            model, o, s = drop_in(plain=plain)
+            drop_in_train(model, o, s, range(23))
+        names = [e.name for e in profile.events() if "c10d::" in e.name or "gloo:" in e.name]
+        counted.append((sorted(names), s.get_last_lr(), everything(model, o)))
+    return counted
+
+
+def test_spread_zero_is_ddp_and_one_cycle_bit_for_bit_and_sends_nothing_more():
+    for (plain_calls, plain_lr, plain), (calls, lr, ours) in run(spread_zero, 2):
+        assert len(plain_calls) > 23  # the profiler sees what DDP sends
+        assert calls == plain_calls
+        assert lr == plain_lr
+        assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+def save_and_resume(folder, decay, cut):
+    options = {"ensemble_lr_spread_ratio": 0.3, "enable_auto_lr": True, "auto_lr_warmup_steps": 5,
+               "loss_scale": 0.1, "auto_lr_decay": decay}  # fmt: skip
+    model, o, s = drop_in(**options)
+    drop_in_train(model, o, s, range(cut))
+    assert s.ensemble.mid_round
+    path = f"{folder}/{dist.get_rank()}.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one file per replica, on purpose
+        torch.save({"model": model.module.state_dict(), "optimizer": o.state_dict(), "s": s.state_dict()}, path)
+    drop_in_train(model, o, s, range(cut, 23))
+    resumed, o2, s2 = drop_in(**options)
+    state = torch.load(path, weights_only=True)
+    resumed.module.load_state_dict(state["model"])
+    o2.load_state_dict(state["optimizer"])
+    s2.load_state_dict(state["s"])
+    drop_in_train(resumed, o2, s2, range(cut, 23))
+    assert s2.state_dict() == s.state_dict()
+    assert s.ensemble.scales["learning_rate/0"] != 1.0
+    return all(torch.equal(a, b) for a, b in zip(everything(model, o), everything(resumed, o2), strict=True))
+
+
+@pytest.mark.parametrize("decay", ["one_cycle", "geometric"])
+@pytest.mark.parametrize("cut", [2, 14])
+def test_resume_in_mid_round_from_a_file_per_replica_is_bitwise(tmp_path, decay, cut):
+    assert run(save_and_resume, 2, str(tmp_path), decay, cut) == [True, True]
 
 
 def spread_in_a_loop(cut_short):

@@ -103,3 +103,19 @@ def test_state_goes_on_to_the_last_bit():
     for loss in losses[7:]:
         second.add(loss)
     assert torch.equal(whole.mean(CPU), second.mean(CPU))
+
+
+def test_nothing_of_the_loss_is_kept():
+    """Neither what it is a view of, nor the loss itself, which the caller may reduce in place for a log."""
+    score = Score()
+    big = torch.ones(1000)
+    alive = weakref.ref(big)
+    losses = [torch.tensor(1.0), big[3], torch.tensor(4.0)]
+    for loss in losses:
+        score.add(as_loss(loss))
+    for loss in losses:
+        loss.mul_(100)
+    assert score.mean(CPU).item() == 2.0
+    del big, losses, loss
+    gc.collect()
+    assert alive() is None

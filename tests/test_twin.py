@@ -95,15 +95,26 @@ def test_the_library_follows_its_twin_to_1e9(decay):
         assert all(sorted(dealt) == list(range(SIZE)) for dealt in by_group)
 
 
-def test_a_round_lies_on_a_line():
-    """With Adam and shared gradients, theta_r - theta_0 = rho_r (theta_mean - theta_0) within a round."""
-    for ours in run(one_round_on_a_line, SIZE):
+EXACT = {
+    "sgd": {},
+    "momentum": {"momentum": 0.9},
+    "adam": {},
+    "rmsprop": {},
+    "adagrad": {},
+}
+KINDS = {"adam": torch.optim.Adam, "rmsprop": torch.optim.RMSprop, "adagrad": torch.optim.Adagrad}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_round_lies_on_a_line(name):
+    """With shared gradients, theta_r - theta_0 = rho_r (theta_mean - theta_0) within a round."""
+    for ours in run(one_round_on_a_line, SIZE, name):
         assert ours < 1e-12
 
 
-def one_round_on_a_line():
+def one_round_on_a_line(name):
     model = DistributedDataParallel(make_model())
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = KINDS.get(name, torch.optim.SGD)(model.parameters(), lr=0.01, **EXACT[name])
     ensemble = hdet.Ensemble(optimizer, [hdet.learning_rate(optimizer, spread=SPREAD)], interval=50)
     start = torch.cat([p.detach().flatten() for p in model.parameters()])
     for step in range(10):

@@ -7,7 +7,10 @@ traffic, and no global random generator is read or seeded.
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Literal
+
+from hdet.arguments import Rule, check_number
 
 Ladder = Literal["linear", "log"]
 
@@ -32,22 +35,19 @@ def multipliers(size: int, spread: float, ladder: Ladder = "linear") -> list[flo
     return [rung / mean for rung in rungs]
 
 
+_SPREADS = {
+    "linear": Rule(
+        lambda x: 0 <= x < 1, "lie in [0, 1), where 0 is plain training", "0.1: rates from 0.9 to 1.1 times"
+    ),
+    "log": Rule(lambda x: 1 <= x < math.inf, "be at least 1, 1 for plain training", "2.0"),
+}
+
+
 def check_spread(spread: float, ladder: str, name: str = "spread") -> None:
     """Raise if `spread`, which the user knows as `name`, is not a spread of `ladder`."""
-    if ladder not in ("linear", "log"):
+    if ladder not in _SPREADS:
         raise ValueError(f'ladder must be "linear" or "log", got {ladder!r}')
-    if isinstance(spread, bool) or not isinstance(spread, (int, float)):
-        raise TypeError(f"{name} must be a number, got {spread!r}; write for example {name}=0.1")
-    if ladder == "linear" and not 0 <= spread < 1:
-        raise ValueError(
-            f"{name} must lie in [0, 1) on the linear ladder, got {spread}; "
-            "0 is plain training, 0.1 tries rates from 0.9 to 1.1 times the center"
-        )
-    if ladder == "log" and not 1 <= spread < float("inf"):
-        raise ValueError(
-            f"{name} must be at least 1 on the log ladder, got {spread}; "
-            "1 is plain training, 2 tries rates from about half to twice the center"
-        )
+    check_number(name, spread, _SPREADS[ladder])
 
 
 def slots(size: int, seed: int, round_index: int, name: str) -> list[int]:

@@ -6,10 +6,11 @@ Which tensors those are is decided here too: `parameters`, `module_tensors` and 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch._utils import _unflatten_dense_tensors
 from torch.optim import Optimizer
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from hdet.replicas import Replicas
 
 BUCKET_BYTES = 16 * 2**20
+_Travelling = tuple[list[Tensor], list[Tensor], "dist.Work | None"]
 
 # Optimizers whose state is a function of the gradients alone. With shared gradients it stays equal on all
 # replicas while only learning rates differ, so it need not be averaged.
@@ -37,19 +39,20 @@ _GRADIENT_ONLY_STATE = {
 _DECOUPLED_DECAY = {optim.AdamW, optim.Adafactor, optim.Muon}
 
 
-def parameters(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+def parameters(optimizers: Iterable[Optimizer], trained: Container[int] = ()) -> list[Tensor]:
     """The trained parameters, each once. Frozen ones never change and are left alone.
 
-    One that was frozen in mid-round has been stepped, which its optimizer state tells.
+    Args:
+        optimizers: whose parameters.
+        trained: ids of parameters that were trained earlier in the round, and may have been frozen since.
     """
-    found = {
-        id(p): p
+    return _averageable(
+        p
         for optimizer in optimizers
         for group in optimizer.param_groups
         for p in group["params"]
-        if p.requires_grad or p in optimizer.state
-    }
-    return _averageable(found.values())
+        if p.requires_grad or id(p) in trained
+    )
 
 
 def buffers(module: nn.Module | None) -> list[Tensor]:
@@ -80,7 +83,7 @@ def optimizer_state(optimizers: Iterable[Optimizer], explored: Iterable[str]) ->
         if state_can_differ(optimizer, keys)
         for group in optimizer.param_groups
         for p in group["params"]
-        for key, value in optimizer.state.get(p, {}).items()
+        for key, value in sorted(optimizer.state.get(p, {}).items(), key=lambda item: str(item[0]))
         if key != "step" and isinstance(value, Tensor) and value.device == p.device
         if value.is_floating_point() or value.is_complex()
     ]
@@ -112,7 +115,7 @@ def average(tensors: Sequence[Tensor], replicas: Replicas, bucket_bytes: int = B
     bytes, not on the number of tensors.
     """
     buffers: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    travelling: tuple[Tensor, list[Tensor], list[Tensor], object] | None = None
+    travelling: _Travelling | None = None
     for number, batch in enumerate(_batches(tensors, bucket_bytes)):
         kind = (_arithmetic(batch[0].dtype), batch[0].device)
         pair = buffers.setdefault(kind, [])
@@ -121,10 +124,10 @@ def average(tensors: Sequence[Tensor], replicas: Replicas, bucket_bytes: int = B
         torch._foreach_copy_(slices, batch)
         work = replicas.start_mean(flat)
         if travelling is not None:
-            _unpack(travelling, replicas)
-        travelling = (flat, slices, batch, work)
+            _unpack(travelling)
+        travelling = (slices, batch, work)
     if travelling is not None:
-        _unpack(travelling, replicas)
+        _unpack(travelling)
 
 
 @contextmanager
@@ -133,7 +136,7 @@ def averaged(tensors: Sequence[Tensor], replicas: Replicas, kept: Sequence[Tenso
 
     So do those in `kept`, which are not averaged. Costs one copy of both. They come back too if averaging fails.
     """
-    once = list({id(t): t for t in (*tensors, *kept)}.values())
+    once = [_elements(t) for t in {id(t): t for t in (*tensors, *kept)}.values()]
     own = [t.detach().clone() for t in once]
     try:
         average(tensors, replicas)
@@ -144,9 +147,10 @@ def averaged(tensors: Sequence[Tensor], replicas: Replicas, kept: Sequence[Tenso
                 tensor.copy_(value)
 
 
-def _unpack(travelling: tuple[Tensor, list[Tensor], list[Tensor], object], replicas: Replicas) -> None:
-    flat, slices, batch, work = travelling
-    replicas.finish_mean(flat, work)  # type: ignore[arg-type]
+def _unpack(travelling: _Travelling) -> None:
+    slices, batch, work = travelling
+    if work is not None:
+        work.wait()
     torch._foreach_copy_(batch, slices)
 
 
@@ -194,4 +198,12 @@ def _arithmetic(dtype: torch.dtype) -> torch.dtype:
 
 def _averageable(tensors: Iterable[Tensor]) -> list[Tensor]:
     once = {id(t): t for t in tensors}
-    return [t for t in once.values() if t.numel() and (t.is_floating_point() or t.is_complex())]
+    return [_elements(t) for t in once.values() if t.numel() and (t.is_floating_point() or t.is_complex())]
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """`tensor` itself, or a view without the repetitions of an expanded one, in which each element is one place."""
+    for dim in range(tensor.dim()):
+        if tensor.stride(dim) == 0 and tensor.size(dim) > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

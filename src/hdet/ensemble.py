@@ -20,8 +20,10 @@ from torch.optim import Optimizer
 
 from hdet import converge as averaging
 from hdet import guard
+from hdet.arguments import check_count
 from hdet.controllers import Controller, Fixed, Observation, Report, Steering
 from hdet.fan_out import FanOut
+from hdet.guard import Claim
 from hdet.hooks import Hooks, innermost, unwrap
 from hdet.hyperparameter import Hyperparameter, flatten, learning_rate, representative
 from hdet.record import HyperparameterRecord, OnRound, RoundRecord
@@ -85,10 +87,13 @@ class Ensemble:
         )
         guard.check_hyperparameters(self._hyperparameters, self._optimizers)
         guard.check_model(model, self._optimizers)
+        if controller is not None:
+            guard.check_controller(controller)
         self._explored = [h for h in self._hyperparameters if h.diverges]
         if self._explored:
             guard.check_can_diverge(self._optimizers, model)
-        guard.check_count("start_step", start_step, least=0)
+        guard.check_followers(also, on_round)
+        check_count("start_step", start_step, least=0)
         self.total_steps = total_steps
         self.interval = guard.check_interval(interval, total_steps, explores=bool(self._explored))
         self.seed = seed
@@ -97,9 +102,11 @@ class Ensemble:
 
         names = [h.name for h in self._hyperparameters]
         self._steering = Steering(Fixed() if controller is None else controller, names, act)
+        guard.warn_without_effect(self._steering.controller, act, bool(self._explored), self.interval, total_steps)
         self._rounds = Rounds(self._hyperparameters, self.interval, total_steps, seed, process_group)
         self._rounds.start_from(start_step)
         self._score = Score()
+        self._trained: set[int] = set()
         self._unseen = 0
         self._in_consensus = False
         self._closed = False
@@ -122,17 +129,30 @@ class Ensemble:
         """
         if self._closed:
             return
-        self._add_loss(loss)
-        if not self._fan_out.stepped:
+        loss = self.check_loss(loss)
+        if loss is not None:
+            self._score.add(loss)
+        if self._fan_out.steps == 0:
             self._note_unseen()
-        elif self._count_step():
+        elif self._count():
             self._end_round(full=self._rounds.full)
+
+    def check_loss(self, loss: Loss | None) -> Tensor | float | None:
+        """What `step()` would add of this loss; raises as it would, and changes nothing."""
+        if loss is not None:
+            return as_loss(loss)
+        if self._steering.controller.needs_score and self._explored and not (self._rounds.at.finished or self._closed):
+            raise ValueError(
+                f"{type(self._steering.controller).__name__} judges the replicas by their losses, but none was given; "
+                "pass this replica's own training loss: step(loss)"
+            )
+        return None
 
     def converge(self) -> None:
         """Average the replicas now and begin a new round. Collective; the controller ignores the cut round."""
         self._start()
-        if self._fan_out.stepped:
-            self._count_step()
+        if self._fan_out.steps:
+            self._count()
         self._end_round(full=False)
 
     def finish(self) -> None:
@@ -190,18 +210,24 @@ class Ensemble:
     def mid_round(self) -> bool:
         """Whether a round is under way, in which the replicas hold different weights."""
         at = self._rounds.at
-        begun = at.step_in_round > 0 or self._fan_out.stepped
+        begun = (at.step_in_round > 0 and not at.equal) or self._fan_out.steps > 0
         return begun and not at.finished and self._rounds.diverges
 
     @property
     def scales(self) -> dict[str, float]:
         """The factor on each hyperparameter's schedule, by name: center = base * scale."""
-        return self._steering.scales
+        scales = self._steering.scales
+        return dict.fromkeys(scales, 1.0) if self._closed else scales
 
     @property
     def multipliers(self) -> dict[str, float]:
         """This replica's multiplier of each hyperparameter, by name: value = center * multiplier."""
-        return self._rounds.multipliers
+        multipliers = self._rounds.multipliers
+        return dict.fromkeys(multipliers, 1.0) if self._closed else multipliers
+
+    def restore_bases(self) -> None:
+        """Put the bases back into the parameter groups, should a step that raised have left values there."""
+        self._fan_out.restore()
 
     # Saving and resuming
 
@@ -210,7 +236,7 @@ class Ensemble:
 
         In mid-round it belongs to its replica, like the weights: save one per replica.
         """
-        self._fan_out.restore()
+        self.restore_bases()
         state: dict[str, Any] = {
             "version": _VERSION,
             "progress": self._rounds.state_dict(),
@@ -237,7 +263,7 @@ class Ensemble:
         self._score.reset()
         if mid_round is not None:
             self._score.load_state_dict(mid_round["score"])
-        self._rounds.go_to(**state_dict["progress"])
+        self._rounds.load_state_dict(state_dict["progress"])
         self._resume()
 
     def start_from(self, step: int) -> None:
@@ -249,8 +275,8 @@ class Ensemble:
 
     def _resume(self) -> None:
         self._unseen = 0
-        self._fan_out.restore()
-        self._fan_out.stepped = False
+        self.restore_bases()
+        self._fan_out.count()
         self._fan_out.set(self.scales, self._rounds.multipliers)
 
     # Rounds
@@ -258,17 +284,22 @@ class Ensemble:
     @property
     def _equal(self) -> bool:
         """Whether the replicas are known to hold the same weights."""
-        return not self._rounds.diverges or (self._rounds.at.equal and not self._fan_out.stepped)
+        return not self._rounds.diverges or (self._rounds.at.equal and not self._fan_out.steps)
 
     def _start(self) -> None:
+        if self._closed:
+            raise RuntimeError("this ensemble is closed; make a new one to go on exploring")
         if self._rounds.start():
-            self._fan_out.set(self.scales, self._rounds.multipliers)
+            self._begin_round()
 
-    def _count_step(self) -> bool:
-        """Count the optimizer step that was taken; whether the round ends with it."""
-        self._fan_out.stepped = False
+    def _begin_round(self) -> None:
+        self._fan_out.set(self.scales, self._rounds.multipliers)
+        self._trained = {id(p) for p in averaging.parameters(self._optimizers)}
+
+    def _count(self) -> bool:
+        """Count the optimizer steps that were taken; whether the round ends with them."""
         self._unseen = 0
-        return self._rounds.count_step()
+        return self._rounds.count(self._fan_out.count())
 
     def _end_round(self, full: bool) -> None:
         records = []
@@ -281,8 +312,8 @@ class Ensemble:
             records.append(self._control(full, scores))
         self._score.reset()
         self._rounds.next_round()
-        self._fan_out.set(self.scales, self._rounds.multipliers)
-        if self._rounds.at.step == self.total_steps:
+        self._begin_round()
+        if self._rounds.over:
             self.finish()
         for record in records:  # last, so that a sink that raises leaves no round half ended
             for call in self._on_round:
@@ -292,7 +323,7 @@ class Ensemble:
         at = self._rounds.at
         seen = {h.name: self._observe(h) for h in self._hyperparameters}
         trained, proposed = self.scales, self.scales
-        if full and at.step != self.total_steps:  # after the last step there is nothing left to steer
+        if full and not self._rounds.over:  # after the last step there is nothing left to steer
             proposed = self._steering.update(Report(at.step, scores, seen))
         rows = {}
         for h in self._hyperparameters:
@@ -303,31 +334,35 @@ class Ensemble:
         return RoundRecord(at.round, at.step, full, scores, rows)
 
     def _observe(self, h: Hyperparameter) -> Observation:
-        now = list(h.bases())
-        return Observation(
-            representative(self._fan_out.used(h.name) or now), representative(now), h.floor, self._rounds.dealt[h.name]
-        )
+        coming = list(h.bases())
+        base, next_base = representative(self._fan_out.used(h.name) or coming, coming)
+        return Observation(base, next_base, h.floor, self._rounds.dealt[h.name])
 
     def _agree(self, tensors: Sequence[Tensor]) -> tuple[float, ...]:
         """Check that all replicas are at the same place with the same tensors; return their scores."""
-        options = [
-            self.seed,
-            self.interval,
-            self.total_steps,
-            self._steering.act,
-            type(self._steering.controller).__name__,
-        ]
+        controller = type(self._steering.controller).__name__
+        options = [self.seed, self.interval, self.total_steps, self._steering.act, controller]
         claims = guard.claims(self._rounds.at.step, averaging.layout(tensors), options, self._hyperparameters)
         device = collective_device(tensors)
-        vector = torch.tensor([*(claim.value for claim in claims), 0.0], dtype=torch.float64, device=device)
-        vector[-1] = self._score.mean(device)
-        table = self.replicas.gather(vector)
-        guard.check_agreement(table, claims)
+
+        def gather(claims: Sequence[Claim]) -> list[list[float]]:
+            vector = torch.tensor([*(c.value for c in claims), 0.0], dtype=torch.float64, device=device)
+            vector[-1] = self._score.mean(device)
+            return self.replicas.gather(vector)
+
+        table = gather(claims)
+        *others, _ = claims
+        guard.check_agreement(table, others)
+        totals = [row[len(others)] for row in table]
+        if not all(guard.same(total, totals[0]) for total in totals):  # name the one that differs
+            each = guard.base_claims(self._hyperparameters)
+            guard.check_agreement(gather(each), each)
+            guard.check_agreement(table, claims)
         return tuple(row[-1] for row in table)
 
     def _weights(self) -> list[Tensor]:
         found = [
-            *averaging.parameters(self._optimizers),
+            *averaging.parameters(self._optimizers, self._trained),
             *averaging.buffers(self._model),
             *averaging.module_tensors(self._also),
         ]
@@ -348,15 +383,6 @@ class Ensemble:
                 "model.state_dict() in mid-round holds this replica's weights, not the average; save it "
                 "inside `with ensemble.consensus():`, or one per replica to resume in mid-round",
                 stacklevel=2,
-            )
-
-    def _add_loss(self, loss: Loss | None) -> None:
-        if loss is not None:
-            self._score.add(as_loss(loss))
-        elif self._steering.controller.needs_score and self._explored and not self._rounds.at.finished:
-            raise ValueError(
-                f"{type(self._steering.controller).__name__} judges the replicas by their losses, but none was given; "
-                "pass this replica's own training loss: step(loss)"
             )
 
     def _note_unseen(self) -> None:

@@ -5,6 +5,7 @@ Between steps the groups hold the base, so schedulers, loggers and checkpoints n
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,13 +22,14 @@ StepArgs = tuple[tuple[Any, ...], dict[str, Any]]
 class _Watched:
     """One optimizer: what is written into its groups, and what a step in progress has replaced there."""
 
-    __slots__ = ("depth", "plan", "used", "written")
+    __slots__ = ("depth", "plan", "steps", "used", "written")
 
     def __init__(self) -> None:
         self.plan: list[tuple[Hyperparameter, float, float]] = []
-        self.written: list[tuple[dict[str, Any], str, Base]] = []
+        self.written: list[tuple[dict[str, Any], str, Base, Base]] = []
         self.used: list[tuple[str, Base]] = []
         self.depth = 0
+        self.steps = 0
 
     def apply(self, groups: list[dict[str, Any]]) -> None:
         """Write the values; remember the bases."""
@@ -37,16 +39,18 @@ class _Watched:
             key, name = h.key, h.name
             for group in groups if h.group is None else (groups[h.group],):
                 base = group[key]
-                written.append((group, key, base))
+                value = (base if scale == 1.0 else h.center(base, scale)) * multiplier
+                group[key] = value
+                written.append((group, key, base, value))
                 # A scheduler overwrites a tensor learning rate in place: keep what this step used.
                 used.append((name, base.clone() if isinstance(base, Tensor) else base))
-                group[key] = (base if scale == 1.0 else h.center(base, scale)) * multiplier
 
     def restore(self) -> None:
-        """Put the bases back; nothing happens if they are back already."""
+        """Put the bases back, except where somebody has written another value since."""
         self.depth = 0
-        for group, key, base in self.written:
-            group[key] = base
+        for group, key, base, value in self.written:
+            if group[key] is value:
+                group[key] = base
         self.written.clear()
 
 
@@ -62,7 +66,6 @@ class FanOut:
         prepare: called before the first step, and before every step while `ready` is False; held weakly.
 
     Attributes:
-        stepped: a step was taken since this was last set to False.
         ready: steps may be taken without asking `prepare`.
     """
 
@@ -72,8 +75,8 @@ class FanOut:
         hyperparameters: Sequence[Hyperparameter],
         prepare: Callable[[], None],
     ) -> None:
-        self.stepped = False
         self.ready = False
+        _check_alone(optimizers, hyperparameters)
         self._optimizers = tuple(optimizers)
         self._hyperparameters = tuple(hyperparameters)
         self._prepare = WeakHook(prepare)
@@ -81,7 +84,7 @@ class FanOut:
         self._hooks = Hooks(self)
         for optimizer in optimizers:
             self._hooks.around_step(optimizer, self._before_step, self._after_step)
-            self._hooks.before_optimizer_state_dict(optimizer, self._restore)
+            self._hooks.after_optimizer_state_dict(optimizer, self._put_bases)
         plain = {h.name: 1.0 for h in hyperparameters}
         self.set(plain, plain)
 
@@ -98,6 +101,22 @@ class FanOut:
         """The bases of a hyperparameter that the last step was taken with, one per parameter group."""
         return [base for watched in self._watched.values() for of, base in watched.used if of == name]
 
+    @property
+    def steps(self) -> int:
+        """Optimizer steps taken since `count()`: with several optimizers, those of the one that took most."""
+        return max(watched.steps for watched in self._watched.values())
+
+    def count(self) -> int:
+        """The steps taken since this was last asked."""
+        steps = self.steps
+        for watched in self._watched.values():
+            watched.steps = 0
+        return steps
+
+    def explores(self, optimizer: Optimizer, key: str) -> bool:
+        """Whether replicas differ in `key` of the optimizer's groups."""
+        return any(h.key == key and h.diverges and optimizer in h.optimizers for h in self._hyperparameters)
+
     def restore(self) -> None:
         """Put every base back, should a step that raised have left a value behind."""
         for watched in self._watched.values():
@@ -112,6 +131,8 @@ class FanOut:
         if not self.ready:
             self._prepare()
         watched = self._watched[id(optimizer)]
+        if watched.depth and not _steps_nest(optimizer):
+            watched.restore()  # the last step raised
         watched.depth += 1
         if watched.depth == 1:  # a step within a step finds the values written
             watched.apply(optimizer.param_groups)
@@ -120,14 +141,45 @@ class FanOut:
         return _with_closure(args, kwargs, watched.restore)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.stepped = True
         watched = self._watched[id(optimizer)]
         watched.depth -= 1
         if watched.depth <= 0:
+            watched.steps += 1
             watched.restore()
 
-    def _restore(self, optimizer: Optimizer) -> None:
-        self._watched[id(optimizer)].restore()
+    def _put_bases(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Bases instead of values in a state that is saved in the middle of a step, or after one that raised."""
+        for group, key, base, value in self._watched[id(optimizer)].written:
+            for live, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+                if live is group and group[key] is value:
+                    saved[key] = base
+
+
+def _steps_nest(optimizer: Optimizer) -> bool:
+    """Whether `step()` of this optimizer is being called from within another of its own, by a subclass.
+
+    Looked up on the stack, and only in doubt: torch tells nobody that a step has raised.
+    """
+    frame = sys._getframe(1)
+    calls = 0
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("optimizer.py") and frame.f_locals.get("self") is optimizer:
+            calls += frame.f_code.co_name == "wrapper"
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls > 1
+
+
+def _check_alone(optimizers: Sequence[Optimizer], hyperparameters: Sequence[Hyperparameter]) -> None:
+    """Raise if another ensemble explores the same thing: their multipliers would compound."""
+    for optimizer in optimizers:
+        others = [hook.owner for hook in optimizer._optimizer_step_pre_hooks.values() if isinstance(hook, WeakHook)]
+        for h in hyperparameters:
+            taken = any(isinstance(other, FanOut) and other.explores(optimizer, h.key) for other in others)
+            if taken and h.diverges and optimizer in h.optimizers:
+                raise ValueError(
+                    f"another ensemble explores {h.key!r} of this {type(optimizer).__name__} already, and their "
+                    "multipliers would compound; call close() on the other one first"
+                )
 
 
 def _with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], on_error: Callable[[], None]) -> StepArgs | None:

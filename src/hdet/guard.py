@@ -5,23 +5,17 @@ from __future__ import annotations
 import math
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
+from hdet.arguments import check_count
+from hdet.controllers import Controller, Fixed, Softmax
 from hdet.hyperparameter import Hyperparameter
 from hdet.replicas import Replicas
-
-
-def check_count(name: str, value: object, least: int = 1) -> None:
-    """Raise unless `value` is an int of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, a number of optimizer steps, got {value!r}; write for example 100")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least} optimizer steps, got {value}")
 
 
 def check_interval(interval: int | Literal["auto"], total_steps: int | None, explores: bool) -> int:
@@ -42,12 +36,49 @@ def check_interval(interval: int | Literal["auto"], total_steps: int | None, exp
     return interval
 
 
-def check_number(name: str, value: object, holds: Callable[[float], bool], rule: str, example: str) -> None:
-    """Raise unless `value` is a real number for which `holds`, which `rule` says in words, is true."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number and {rule}, got {value!r}; write for example {example}")
-    if not holds(value):
-        raise ValueError(f"{name} must {rule}, got {value}; write for example {example}")
+def check_controller(controller: object) -> None:
+    """Raise unless `controller` is an object with `init` and `update`."""
+    if isinstance(controller, type) or not all(hasattr(controller, name) for name in ("init", "update", "needs_score")):
+        raise TypeError(
+            f"controller must be an object with needs_score, init() and update(), got {controller!r}; "
+            "write for example controller=hdet.Softmax()"
+        )
+
+
+def check_followers(also: Sequence[object], on_round: Sequence[object]) -> None:
+    """Raise unless `also` holds modules and tensors, and `on_round` callables."""
+    for follower in also:
+        if not isinstance(follower, (nn.Module, Tensor)):
+            raise TypeError(f"also must hold modules or tensors, got {follower!r}; write for example also=[ema]")
+    for call in on_round:
+        if not callable(call):
+            raise TypeError(f"on_round must hold callables, got {call!r}; write for example on_round=[print]")
+
+
+def warn_without_effect(
+    controller: Controller, act: bool, explores: bool, interval: int, total_steps: int | None
+) -> None:
+    """Warn of arguments that change nothing, with what to do."""
+    name = type(controller).__name__
+    problem = None
+    if controller.needs_score and not explores:
+        problem = f"{name} has no effect, as nothing is explored: give a hyperparameter a spread"
+    elif not act and isinstance(controller, Fixed):
+        problem = "act=False has no effect without a controller that moves something: pass one, or leave act out"
+    elif isinstance(controller, Softmax) and total_steps is not None:
+        last = last_acting_step(interval, total_steps)
+        if controller.warmup_steps > last:
+            problem = (
+                f"{name} never acts: the last round that it could act on ends at step {last}, before its "
+                f"{controller.warmup_steps} warm-up steps are over; use a shorter warm-up or interval"
+            )
+    if problem is not None:
+        warnings.warn(problem, stacklevel=4)
+
+
+def last_acting_step(interval: int, total_steps: int) -> int:
+    """The end of the last full round that is followed by another step: 0 if there is none."""
+    return (total_steps - 1) // interval * interval
 
 
 def check_hyperparameters(hyperparameters: Sequence[Hyperparameter], optimizers: Sequence[Optimizer]) -> None:
@@ -152,19 +183,23 @@ class Claim:
 
 
 def claims(step: int, layout: int, options: Sequence[object], hyperparameters: Sequence[Hyperparameter]) -> list[Claim]:
-    """What the replicas compare before they average: where they are, what they average, options and schedules."""
-    explored = [(h.name, h.spread, h.ladder) for h in hyperparameters]
-    same_schedule = "a scheduler must see the same numbers everywhere: all-reduce the metric that it is given"
-    made = [
+    """What the replicas compare before they average. Always as many, whatever the replica was given."""
+    explored = [(h.name, h.spread, h.ladder, len(list(h.bases()))) for h in hyperparameters]
+    total = math.fsum(claim.value for claim in base_claims(hyperparameters))
+    return [
         Claim("the step", "every replica must take the same number of optimizer steps", step),
         Claim("the tensors to average", "build the same model and optimizer", layout),
         Claim("the ensemble's options", "give every replica the same arguments", checksum([*options, *explored])),
+        Claim("the sum of all bases", _SAME_SCHEDULE, total),
     ]
-    for h in hyperparameters:
-        bases = [float(base) for base in h.bases()]
-        made.append(Claim(f"the base of {h.name}", same_schedule, bases[0]))
-        made.append(Claim(f"the sum of the bases of {h.name}", same_schedule, math.fsum(bases)))
-    return made
+
+
+def base_claims(hyperparameters: Sequence[Hyperparameter]) -> list[Claim]:
+    """The bases one by one, to find the one that differs when their sum does."""
+    return [Claim(f"the base of {h.name}", _SAME_SCHEDULE, float(base)) for h in hyperparameters for base in h.bases()]
+
+
+_SAME_SCHEDULE = "a scheduler must see the same numbers everywhere: all-reduce the metric that it is given"
 
 
 def checksum(values: Sequence[object]) -> int:
@@ -181,7 +216,7 @@ def check_agreement(table: Sequence[Sequence[float]], claims: Sequence[Claim]) -
     """
     for index, claim in enumerate(claims):
         values = [row[index] for row in table]
-        odd = [r for r, value in enumerate(values) if not _same(value, values[0])]
+        odd = [r for r, value in enumerate(values) if not same(value, values[0])]
         if odd:
             raise RuntimeError(
                 f"the replicas disagree on {claim.name}: {values[0]} on replica 0, {values[odd[0]]} on replica "
@@ -189,5 +224,6 @@ def check_agreement(table: Sequence[Sequence[float]], claims: Sequence[Claim]) -
             )
 
 
-def _same(a: float, b: float) -> bool:
+def same(a: float, b: float) -> bool:
+    """Whether two replicas' numbers are the same, up to the last digits of another machine's arithmetic."""
     return math.isclose(a, b, rel_tol=1e-12) or (math.isnan(a) and math.isnan(b))

@@ -27,6 +27,11 @@ class WeakHook:
         self._owner = None if bound is None else weakref.ref(bound.__self__)
         self._function = None if bound is None else bound.__func__
 
+    @property
+    def owner(self) -> object | None:
+        """Whose method it calls, if that still lives."""
+        return None if self._owner is None else self._owner()
+
     def __call__(self, *args: Any) -> Any:
         owner = None if self._owner is None else self._owner()
         return None if owner is None or self._function is None else self._function(owner, *args)
@@ -47,9 +52,9 @@ class Hooks:
         self._handles.append(optimizer.register_step_pre_hook(WeakHook(before)))
         self._handles.append(optimizer.register_step_post_hook(WeakHook(after)))
 
-    def before_optimizer_state_dict(self, optimizer: Optimizer, call: Callable[..., Any]) -> None:
-        """Call `call` before each `optimizer.state_dict()`."""
-        self._handles.append(optimizer.register_state_dict_pre_hook(WeakHook(call)))
+    def after_optimizer_state_dict(self, optimizer: Optimizer, call: Callable[..., Any]) -> None:
+        """Call `call` with what each `optimizer.state_dict()` is about to return."""
+        self._handles.append(optimizer.register_state_dict_post_hook(WeakHook(call)))
 
     def before_module_state_dict(self, module: nn.Module, call: Callable[..., Any]) -> None:
         """Call `call` before each `module.state_dict()`."""

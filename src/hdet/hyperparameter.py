@@ -70,10 +70,13 @@ class Hyperparameter:
         return max(base * scale, min(base, self.floor))  # type: ignore[return-value]
 
 
-def representative(bases: Sequence[float | Tensor]) -> float:
-    """One base that stands for all groups of a hyperparameter: the first that is not 0. Reads tensors back."""
-    numbers = [float(base) for base in bases]
-    return next((number for number in numbers if number != 0.0), 0.0)
+def representative(used: Sequence[float | Tensor], coming: Sequence[float | Tensor]) -> tuple[float, float]:
+    """The last and the next base of one group that stands for all: the first that is explored. Reads tensors back.
+
+    A base of 0 cannot be explored: multiplied by anything it stays 0.
+    """
+    pairs = [(float(base), float(following)) for base, following in zip(used, coming, strict=False)]
+    return next((pair for pair in pairs if pair[0] != 0.0), (0.0, 0.0))
 
 
 @overload

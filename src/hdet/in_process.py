@@ -1,7 +1,7 @@
 """N replicas in one process, for notebooks, tests and machines with fewer cores than replicas.
 
 Each replica is a thread, and one of them runs at a time: it goes on until it needs the others, then the next one has
-its turn. So runs are reproducible, and every replica has a random generator of its own, as it has in its own process.
+its turn. So runs are reproducible, and every replica has its own state of torch's generator, as in its own process.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class InProcess(Replicas):
         return found
 
     def start_mean(self, flat: Tensor) -> None:
-        """Replace `flat` by its sum over the replicas."""
+        """Replace `flat` by its mean over the replicas."""
+        flat.div_(self.size)
         flat.copy_(self._meet(flat, lambda everyone: torch.stack(everyone).sum(0)))
 
     def close(self) -> None:

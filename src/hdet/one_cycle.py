@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import guard
+from hdet.arguments import Rule, check_count, check_number
 from hdet.assignment import check_spread
-from hdet.controllers import Fixed, Softmax
+from hdet.controllers import RULES, Fixed, Softmax
 from hdet.ensemble import Ensemble
+from hdet.guard import last_acting_step
 from hdet.hooks import unwrap
 from hdet.hyperparameter import Hyperparameter
 from hdet.record import OnRound
-from hdet.score import Loss, as_loss
+from hdet.score import Loss
 
 Decay = Literal["one_cycle", "geometric"]
 
@@ -49,6 +50,10 @@ class OneCycleAutoLR(OneCycleLR):
             schedule itself, or "geometric", a constant factor per round down to OneCycleLR's last rate.
         auto_lr_max_scale: the losses move a rate to at most this many times the schedule.
         model, also, process_group, seed, act, on_round: as in `hdet.Ensemble`.
+
+    Give the losses of all but the last micro-batch of a step to `scheduler.ensemble.step(loss)`. Save and load
+    through `state_dict()`: the object itself, which holds a process group, cannot be pickled. Within SequentialLR and
+    the like no loss reaches it: use `hdet.Ensemble` beside them.
 
     Attributes:
         ensemble: the engine: `consensus()`, `converge()`, `mid_round` and more.
@@ -103,17 +108,23 @@ class OneCycleAutoLR(OneCycleLR):
         check_spread(spread, "linear", name="ensemble_lr_spread_ratio")
         _check_max_lr(max_lr, optimizer)
         steps = _check_total_steps(total_steps, epochs, steps_per_epoch)
-        guard.check_count("model_sync_interval", model_sync_interval)
-        guard.check_count("auto_lr_warmup_steps", auto_lr_warmup_steps, least=0)
-        guard.check_count("world_size", world_size)
+        check_count("model_sync_interval", model_sync_interval)
+        check_count("auto_lr_warmup_steps", auto_lr_warmup_steps, least=0)
+        check_count("world_size", world_size, unit="replicas")
         auto = enable_auto_lr and spread > 0
-        controller = _controller(loss_scale, lr_of_lr, momentum_of_lr, auto_lr_warmup_steps, auto_lr_max_scale)
+        published = {
+            "loss_scale": loss_scale,
+            "lr_of_lr": lr_of_lr,
+            "momentum_of_lr": momentum_of_lr,
+            "auto_lr_max_scale": auto_lr_max_scale,
+        }
+        controller = _softmax(published, auto_lr_warmup_steps)
         if auto_lr_decay not in ("one_cycle", "geometric"):
             raise ValueError(f'auto_lr_decay must be "one_cycle" or "geometric", got {auto_lr_decay!r}')
-        _warn_without_effect(enable_auto_lr, spread, auto_lr_warmup_steps, steps, auto_lr_decay)
+        _warn_without_effect(enable_auto_lr, spread, auto_lr_warmup_steps, model_sync_interval, steps, auto_lr_decay)
         self._world_size = world_size
         self._decay = None
-        if auto and auto_lr_decay == "geometric":
+        if auto and act and auto_lr_decay == "geometric":
             self._decay = _GeometricDecay(auto_lr_warmup_steps, model_sync_interval, steps)
         super().__init__(
             optimizer,
@@ -132,20 +143,23 @@ class OneCycleAutoLR(OneCycleLR):
             last_epoch,
         )
         self._rates = _learning_rates(unwrap(optimizer), float(spread))
-        self.ensemble = Ensemble(
-            optimizer,
-            self._rates,
-            total_steps=self.total_steps,
-            interval=model_sync_interval,
-            controller=controller if auto else Fixed(),
-            act=act,
-            model=model,
-            also=also,
-            process_group=process_group,
-            seed=seed,
-            start_step=self.last_epoch,
-            on_round=on_round,
-        )
+        with warnings.catch_warnings():
+            # said above, with the published names
+            warnings.filterwarnings("ignore", message="Softmax never acts")
+            self.ensemble = Ensemble(
+                optimizer,
+                self._rates,
+                total_steps=self.total_steps,
+                interval=model_sync_interval,
+                controller=controller if auto else Fixed(),
+                act=act,
+                model=model,
+                also=also,
+                process_group=process_group,
+                seed=seed,
+                start_step=self.last_epoch,
+                on_round=on_round,
+            )
         self._ready = True
 
     def step(self, epoch: int | Loss | None = None, *, loss: Loss | None = None) -> None:
@@ -162,10 +176,10 @@ class OneCycleAutoLR(OneCycleLR):
             if loss is not None:
                 raise TypeError("loss was given twice; write step(loss) or step(loss=loss)")
             epoch, loss = None, epoch
-        if loss is not None:
-            loss = as_loss(loss)  # raises before the schedule has moved
+        loss = self.ensemble.check_loss(loss)  # raises before the schedule has moved
         if self._step_count == 1:
             self._check_launched()
+        self.ensemble.restore_bases()
         super().step(epoch)  # type: ignore[arg-type]
         self.ensemble.step(loss)
         if self.last_epoch >= self.total_steps:
@@ -180,7 +194,7 @@ class OneCycleAutoLR(OneCycleLR):
         super().get_lr()  # for its side effect: it cycles the momentum
         done = decay.done(self.last_epoch)
         return [
-            lr * (group["min_lr"] / lr) ** done if done < 1 else group["min_lr"]
+            lr * (group["min_lr"] / lr) ** done if done < 1 and lr > 0 else group["min_lr"]
             for lr, group in zip(start, self.optimizer.param_groups, strict=True)
         ]
 
@@ -265,14 +279,21 @@ def _learning_rates(optimizer: Optimizer, spread: float) -> list[Hyperparameter]
     ]
 
 
-def _controller(
-    loss_scale: float, lr_of_lr: float, momentum_of_lr: float, warmup_steps: int, max_scale: float
-) -> Softmax:
-    guard.check_number("loss_scale", loss_scale, lambda x: 0 < x < math.inf, "be positive and finite", "0.002")
-    guard.check_number("lr_of_lr", lr_of_lr, lambda x: 0 <= x < math.inf, "be at least 0 and finite", "0.5")
-    guard.check_number("momentum_of_lr", momentum_of_lr, lambda x: 0 <= x < 1, "lie in [0, 1)", "0.9")
-    guard.check_number("auto_lr_max_scale", max_scale, lambda x: 1 <= x < math.inf, "be at least 1", "10.0")
-    return Softmax(loss_scale, lr_of_lr, momentum_of_lr, warmup_steps, max_scale)
+def _softmax(published: dict[str, float], warmup_steps: int) -> Softmax:
+    """The controller, its options checked under their published names."""
+    ours = {_OURS[name]: value for name, value in published.items()}
+    for name, value in published.items():
+        check_number(name, value, RULES[_OURS[name]])
+    return Softmax(**ours, warmup_steps=warmup_steps)
+
+
+_OURS = {
+    "loss_scale": "temperature",
+    "lr_of_lr": "step_size",
+    "momentum_of_lr": "momentum",
+    "auto_lr_max_scale": "max_scale",
+}
+_MAX_LR = Rule(lambda x: 0 <= x < math.inf, "be at least 0 and finite", "1e-3")
 
 
 def _check_max_lr(max_lr: Any, optimizer: Optimizer) -> None:
@@ -284,31 +305,32 @@ def _check_max_lr(max_lr: Any, optimizer: Optimizer) -> None:
         )
     for lr in max_lr if several else [max_lr]:
         number = float(lr) if isinstance(lr, Tensor) else lr
-        guard.check_number("max_lr", number, lambda x: 0 <= x < math.inf, "be at least 0 and finite", "1e-3")
+        check_number("max_lr", number, _MAX_LR)
 
 
 def _check_total_steps(total_steps: int | None, epochs: int | None, steps_per_epoch: int | None) -> int:
     if total_steps is not None:
-        guard.check_count("total_steps", total_steps)
+        check_count("total_steps", total_steps)
         return total_steps
     if epochs is None or steps_per_epoch is None:
         raise ValueError(
             f"total_steps must be given, or epochs and steps_per_epoch, got total_steps=None, epochs={epochs}, "
             f"steps_per_epoch={steps_per_epoch}; write for example total_steps=10_000"
         )
-    guard.check_count("epochs", epochs)
-    guard.check_count("steps_per_epoch", steps_per_epoch)
+    check_count("epochs", epochs, unit="epochs")
+    check_count("steps_per_epoch", steps_per_epoch)
     return epochs * steps_per_epoch
 
 
-def _warn_without_effect(auto: bool, spread: float, warmup_steps: int, steps: int, decay: str) -> None:
+def _warn_without_effect(auto: bool, spread: float, warmup_steps: int, interval: int, steps: int, decay: str) -> None:
     problem = None
+    last = last_acting_step(interval, steps)
     if auto and spread == 0:
         problem = "enable_auto_lr has no effect with ensemble_lr_spread_ratio=0: give a spread, for example 1/9"
-    elif auto and warmup_steps >= steps:
+    elif auto and warmup_steps > last > 0:
         problem = (
-            f"enable_auto_lr has no effect: auto_lr_warmup_steps={warmup_steps} is not less than the run's {steps} "
-            f"steps; for this run write for example auto_lr_warmup_steps={max(1, steps // 3)}"
+            f"enable_auto_lr has no effect: auto_lr_warmup_steps={warmup_steps} is not over at step {last}, the end of "
+            f"the last full round; for this run of {steps} steps write for example {max(1, steps // 3)}"
         )
     elif decay != "one_cycle" and not auto:
         problem = f"auto_lr_decay={decay!r} has no effect without enable_auto_lr=True"

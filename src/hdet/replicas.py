@@ -46,18 +46,12 @@ class Replicas:
         return everyone.tolist()
 
     def start_mean(self, flat: Tensor) -> dist.Work | None:
-        """Begin to replace `flat`, a contiguous tensor, by its sum over the replicas; see `finish_mean`."""
+        """Begin to replace `flat`, a contiguous tensor, by its mean over the replicas; done when the work is."""
         if self.size == 1:
             return None
+        flat.div_(self.size)  # before the sum, which could overflow
         work: dist.Work = dist.all_reduce(flat, group=self._group(), async_op=True)
         return work
-
-    def finish_mean(self, flat: Tensor, work: dist.Work | None) -> None:
-        """Wait for `start_mean` (on the device, where that is possible) and turn the sum into the mean."""
-        if work is not None:
-            work.wait()
-        if self.size > 1:
-            flat.div_(self.size)
 
     def close(self) -> None:
         """Give back the process group, if one was made. Not a collective."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
@@ -22,6 +22,7 @@ class Progress:
         step: optimizer steps taken.
         round: rounds ended.
         step_in_round: optimizer steps of this round.
+        cut: this round was not begun at its first step, so its scores do not count.
         finished: there are no more rounds.
         equal: the replicas are known to hold the same weights. Not saved: the weights are loaded apart.
     """
@@ -29,6 +30,7 @@ class Progress:
     step: int = 0
     round: int = 0
     step_in_round: int = 0
+    cut: bool = False
     finished: bool = False
     equal: bool = False
 
@@ -100,38 +102,50 @@ class Rounds:
         self.dealt = self._deal(self._replicas)
         return True
 
-    def count_step(self) -> bool:
-        """Count one optimizer step; whether the round ends with it."""
+    def count(self, steps: int) -> bool:
+        """Count optimizer steps; whether the round ends with them."""
         at = self.at
-        at.step += 1
-        at.step_in_round += 1
-        at.equal = self._single
-        return at.step_in_round >= self._interval or at.step == self._total_steps
+        at.step += steps
+        at.step_in_round += steps
+        at.equal = self._single or (at.finished and at.equal)
+        return at.step_in_round >= self._interval or self.over
 
     @property
     def full(self) -> bool:
         """Whether this round has all its steps."""
-        return self.at.step_in_round >= self._interval
+        return self.at.step_in_round >= self._interval and not self.at.cut
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has all its steps."""
+        return self._total_steps is not None and self.at.step >= self._total_steps
 
     def next_round(self) -> None:
         """End this round and deal the next one."""
-        self.go_to(self.at.step, self.at.round + 1, 0, self.at.finished, self.at.equal)
+        at = self.at
+        at.round, at.step_in_round, at.cut = at.round + 1, 0, False
+        self._deal_again()
 
     def finish(self) -> None:
         """No more rounds: every multiplier is 1 from now on."""
-        self.go_to(self.at.step, self.at.round, 0, finished=True, equal=True)
+        at = self.at
+        at.step_in_round, at.cut, at.finished, at.equal = 0, False, True, True
+        self._deal_again()
 
     def start_from(self, step: int) -> None:
-        """Go to a step that was reached without an ensemble."""
-        self.go_to(step, step // self._interval, step % self._interval, step == self._total_steps)
-
-    def go_to(self, step: int, round: int, step_in_round: int, finished: bool, equal: bool = False) -> None:
-        """Go to a place in the run and deal its slots."""
+        """Go to a step that was reached without an ensemble, by replicas that hold the same weights."""
         at = self.at
-        at.step, at.round, at.step_in_round = step, round, step_in_round
-        at.finished, at.equal = finished, equal
-        if self._replicas is not None:
-            self.dealt = self._deal(self._replicas)
+        at.step, at.round, at.step_in_round = step, step // self._interval, step % self._interval
+        at.cut, at.finished, at.equal = at.step_in_round > 0, self.over, step > 0
+        self._deal_again()
+
+    def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
+        """Go on from `state_dict()`; a longer run than the one that was saved goes on exploring."""
+        for key, value in state.items():
+            setattr(self.at, key, value)
+        self.at.equal = False
+        self.at.finished = self.at.finished and (self._total_steps is None or self.over)
+        self._deal_again()
 
     def state_dict(self) -> dict[str, int | bool]:
         """The progress. The slots are dealt again from it, on any number of replicas."""
@@ -142,6 +156,10 @@ class Rounds:
         if self._replicas is not None:
             self._replicas.close()
         self._at_end()
+
+    def _deal_again(self) -> None:
+        if self._replicas is not None:
+            self.dealt = self._deal(self._replicas)
 
     def _deal(self, replicas: Replicas) -> dict[str, tuple[float, ...]]:
         plain = (1.0,) * replicas.size

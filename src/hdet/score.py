@@ -11,7 +11,6 @@ from torch import Tensor
 
 Loss: TypeAlias = Tensor | SupportsFloat
 _EXACT = (torch.float32, torch.float64)
-_MOST_PENDING = 64
 
 
 def as_loss(loss: Loss) -> Tensor | float:
@@ -25,7 +24,7 @@ def as_loss(loss: Loss) -> Tensor | float:
         if loss.dtype in _EXACT and loss.dim() == 0:  # the usual case, and cheap on purpose
             return loss.detach() if loss.requires_grad else loss
         if not loss.is_floating_point():
-            raise TypeError(f"loss must be a real floating-point tensor, got dtype {loss.dtype}")
+            raise TypeError(f"loss must be a real floating-point tensor, got dtype {loss.dtype}; pass loss.float()")
         if loss.numel() != 1:
             raise ValueError(
                 f"loss must have one element, got shape {tuple(loss.shape)}; pass loss.mean(), "
@@ -42,54 +41,40 @@ def as_loss(loss: Loss) -> Tensor | float:
 
 
 class Score:
-    """The mean of the losses added since `reset()`: one per step, or one per micro-batch.
-
-    Losses on a device are kept as they are and added up 64 at a time: an ordinary step launches nothing.
-    """
+    """The mean of the losses added since `reset()`: one per step, or one per micro-batch."""
 
     def __init__(self) -> None:
         self._total: Tensor | float = 0.0
-        self._pending: list[Tensor] = []
         self._count = 0
 
     def add(self, loss: Tensor | float) -> None:
-        """Add one loss, as `as_loss` returns it. No collective, no host read."""
+        """Add one loss, as `as_loss` returns it, and keep nothing of it. No collective, no host read."""
+        total = self._total
         self._count += 1
-        if isinstance(loss, Tensor):
-            # A view would keep alive all of what it is a part of.
-            self._pending.append(loss.clone() if loss._is_view() else loss)
-            if len(self._pending) == _MOST_PENDING:
-                self._total, self._pending = self._sum(), []
+        if not isinstance(total, Tensor):
+            self._total = loss + total  # a new tensor: the caller may go on to change the loss
+        elif isinstance(loss, Tensor) and (loss.device != total.device or loss.dtype != total.dtype):
+            self._total = total.to(loss.device) + loss
         else:
-            self._total = self._total + loss
+            total += loss
 
     def mean(self, device: torch.device) -> Tensor:
         """The mean so far, a float64 scalar on `device`; NaN if nothing was added."""
         if self._count == 0:
             return torch.full((), math.nan, dtype=torch.float64, device=device)
-        return torch.as_tensor(self._sum(), dtype=torch.float64, device=device) / self._count
+        return torch.as_tensor(self._total, dtype=torch.float64, device=device) / self._count
 
     def reset(self) -> None:
         """Begin a new round."""
-        self._total, self._pending, self._count = 0.0, [], 0
+        self._total, self._count = 0.0, 0
 
     def state_dict(self) -> dict[str, Any]:
         """What was added so far in this round, to the last bit."""
-        total = self._total.clone() if isinstance(self._total, Tensor) else self._total
-        return {"total": total, "pending": [loss.clone() for loss in self._pending], "count": self._count}
+        total = self._total
+        return {"total": total.clone() if isinstance(total, Tensor) else total, "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`."""
         total = state["total"]
         self._total = total.clone() if isinstance(total, Tensor) else float(total)
-        self._pending = [loss.clone() for loss in state["pending"]]
         self._count = cast(int, state["count"])
-
-    def _sum(self) -> Tensor | float:
-        """The total with what is pending, on the device of the last loss."""
-        if not self._pending:
-            return self._total
-        last = self._pending[-1]
-        dtype = torch.float64 if any(loss.dtype == torch.float64 for loss in self._pending) else torch.float32
-        added = torch.stack([loss.to(last.device, dtype) for loss in self._pending]).sum()
-        return added + (self._total.to(last.device) if isinstance(self._total, Tensor) else self._total)

@@ -2,7 +2,7 @@
 
 from hdet.controllers.fixed import Fixed
 from hdet.controllers.report import Controller, Observation, Report, State, check_state
-from hdet.controllers.softmax import Softmax
+from hdet.controllers.softmax import RULES, Softmax
 from hdet.controllers.steering import Steering
 
-__all__ = ["Controller", "Fixed", "Observation", "Report", "Softmax", "State", "Steering", "check_state"]
+__all__ = ["RULES", "Controller", "Fixed", "Observation", "Report", "Softmax", "State", "Steering", "check_state"]

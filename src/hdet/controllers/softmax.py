@@ -6,7 +6,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hdet.arguments import Rule, check_number
 from hdet.controllers.report import Observation, Report, State
+
+RULES = {
+    "temperature": Rule(lambda x: 0 < x < math.inf, "be positive and finite", "0.1"),
+    "step_size": Rule(lambda x: 0 <= x < math.inf, "be at least 0 and finite", "0.5"),
+    "momentum": Rule(lambda x: 0 <= x < 1, "lie in [0, 1)", "0.9"),
+    "warmup_steps": Rule(lambda x: 0 <= x < math.inf, "be at least 0", "1000"),
+    "max_scale": Rule(lambda x: 1 <= x < math.inf, "be at least 1 and finite", "10.0"),
+}
 
 
 @dataclass(frozen=True)
@@ -45,11 +54,8 @@ class Softmax:
     needs_score = True
 
     def __post_init__(self) -> None:
-        _require(0 < self.temperature < math.inf, "temperature", "be positive and finite", self.temperature)
-        _require(0 <= self.step_size < math.inf, "step_size", "be at least 0 and finite", self.step_size)
-        _require(0 <= self.momentum < 1, "momentum", "lie in [0, 1)", self.momentum)
-        _require(self.warmup_steps >= 0, "warmup_steps", "be at least 0", self.warmup_steps)
-        _require(1 <= self.max_scale < math.inf, "max_scale", "be at least 1 and finite", self.max_scale)
+        for name, rule in RULES.items():
+            check_number(name, getattr(self, name), rule)
 
     def init(self, names: Sequence[str]) -> State:
         """Every scale is 1, every velocity (relative to the base) is 0."""
@@ -85,8 +91,3 @@ class Softmax:
         if limited <= 0.0:  # no floor: halve instead of reaching 0
             limited = scale / 2
         return {"scale": limited, "velocity": velocity if limited == moved else 0.0}
-
-
-def _require(holds: bool, name: str, rule: str, value: object) -> None:
-    if not holds:
-        raise ValueError(f"{name} must {rule}, got {value!r}")
