@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test lint types pytest bench clean
 
 demo: $(INSTALLED)
-	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/digits.py
+	$(BIN)/hdet demo
 
 test: lint types pytest
 

@@ -1,0 +1,195 @@
+"""The command `hdet`: demo, train, sweep, returns."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from hdet.lab.errors import InterruptedRunError, LabError, OptionError
+from hdet.lab.folder import default_folder, require_empty
+from hdet.lab.options import CONTROLLERS, SIZES, RunOptions
+from hdet.lab.tables import number, table
+from hdet.lab.tasks import TASKS
+from hdet.lab.worker import Job
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit code: 0, 1 if it failed, 2 for bad arguments, 130 if it was stopped."""
+    try:
+        arguments = _parser().parse_args(argv)
+        text: str = arguments.command(arguments)
+        print(text, flush=True)
+    except InterruptedRunError as error:
+        print(f"\nhdet: {error}", file=sys.stderr, flush=True)
+        if error.threads:
+            sys.stdout.flush()
+            os._exit(error.exit_code)
+        return error.exit_code
+    except LabError as error:
+        print(f"hdet: error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("\nhdet: stopped", file=sys.stderr, flush=True)
+        return InterruptedRunError.exit_code
+    return 0
+
+
+def worker_job(argv: Sequence[str] | None, replicas: int) -> Job:
+    """What one of torchrun's processes has to do, from the arguments of `hdet train`.
+
+    Raises:
+        LabError: for arguments or a folder that cannot work.
+    """
+    parser = _Parser(prog="hdet.lab.train", description="One replica of `hdet train`, to be started by torchrun.")
+    _add_run_options(parser, replicas)
+    parser.add_argument("--folder", type=Path, help="run folder; default: runs/TASK-TIME")
+    arguments = parser.parse_args(argv)
+    options = _options(arguments)
+    if options.replicas != replicas:
+        raise OptionError(f"torchrun has started {replicas} replicas, not {options.replicas}; leave out --replicas")
+    folder = arguments.folder or default_folder(options.task)
+    if os.environ.get("RANK", "0") == "0":
+        require_empty(folder)
+    return Job(options, str(folder))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"{message}; see {self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="hdet", description="Train real tasks with replicas that tune their learning rate.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+
+    command = _command(commands, "demo", _demo, "a rate 10 times too low, with and without hdet; under three minutes")
+    command.add_argument("--steps", type=int, help="of each of the three runs")
+    command.add_argument("--replicas", type=int, default=4)
+
+    command = _command(commands, "train", _train, "one run")
+    _add_run_options(command, 2)
+
+    command = _command(commands, "sweep", _sweep, "the plain schedule over a grid of learning rates")
+    _add_run_options(command, 2, controller="none")
+    command.add_argument("--seeds", type=int, default=3, help="seeds per rate, from --seed on (default: 3)")
+    command.add_argument("--ratio", type=float, default=2.0, help="of neighbouring rates (default: 2)")
+    command.add_argument("--most-rates", type=int, default=15, help="when to give up widening the grid (default: 15)")
+
+    command = _command(commands, "returns", _returns, "the same run with 2, 4, 8 and 16 replicas")
+    _add_run_options(command, None)
+    command.add_argument("--seeds", type=int, default=1, help="seeds per row, from --seed on (default: 1)")
+    command.add_argument("--sizes", type=_counts, default=(2, 4, 8, 16), metavar="N,N", help="default: 2,4,8,16")
+    return parser
+
+
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], str], text: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    command.set_defaults(command=run)
+    command.add_argument("--folder", type=Path, help="run folder; default: runs/NAME-TIME")
+    command.add_argument("--in-process", action="store_true", help="make the replicas threads of one process")
+    return command
+
+
+def _add_run_options(parser: argparse.ArgumentParser, replicas: int | None, controller: str = "softmax") -> None:
+    add = parser.add_argument
+    add("task", metavar="TASK", help=", ".join(sorted(TASKS)))
+    if replicas is not None:
+        add("--replicas", type=int, default=replicas, help=f"default: {replicas}")
+    add("--size", default="standard", help=f"{', '.join(SIZES)} (default: standard)")
+    add("--steps", type=int, help="optimizer steps, if not those of the size")
+    add("--seed", type=int, default=0)
+    add("--data", help="a file to use in place of the task's own data")
+    add("--peak-lr", type=float, help="peak of OneCycleLR; default: the task's own")
+    add("--controller", default=controller, help=f"{', '.join(CONTROLLERS)} (default: {controller}; none is plain)")
+    add("--temperature", type=float, default=0.1, help="of the softmax controller (default: 0.1)")
+    add("--warmup-steps", type=int, help="before the controller moves anything; default: a third of the run")
+    add("--spread", type=float, default=1 / 9, help="rates from 1-spread to 1+spread times the center (default: 1/9)")
+    add("--interval", type=_interval, default="auto", help="steps per round, or auto: a 200th of the run")
+    add("--per-group", action=argparse.BooleanOptionalAction, help="explore each parameter group; default: flights")
+
+
+def _options(arguments: argparse.Namespace) -> RunOptions:
+    names = RunOptions.__dataclass_fields__
+    return RunOptions(**{name: value for name, value in vars(arguments).items() if name in names})
+
+
+def _interval(text: str) -> int | Literal["auto"]:
+    return "auto" if text == "auto" else int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _seeds(arguments: argparse.Namespace) -> list[int]:
+    if arguments.seeds < 1:
+        raise OptionError(f"seeds must be at least 1, got {arguments.seeds}")
+    return [arguments.seed + k for k in range(arguments.seeds)]
+
+
+def _demo(arguments: argparse.Namespace) -> str:
+    from hdet.lab.demo import STEPS, demo  # noqa: PLC0415
+
+    _prepare(arguments)
+    folder = arguments.folder or default_folder("demo")
+    steps = STEPS if arguments.steps is None else arguments.steps
+    return demo(folder, steps=steps, replicas=arguments.replicas, one_process=arguments.in_process)
+
+
+def _train(arguments: argparse.Namespace) -> str:
+    from hdet.lab.demo import draw  # noqa: PLC0415
+    from hdet.lab.runs import run_all  # noqa: PLC0415
+
+    options = _options(arguments)
+    folder = arguments.folder or default_folder(options.task)
+    require_empty(folder)
+    _prepare(arguments)
+    options.make_task()
+    result = run_all([Job(options, str(folder))], lambda size: arguments.in_process)[0]
+    held_out = [[name, number(value)] for name, value in result["held_out"].items()]
+    rows = [*held_out, ["loss of the marginals", number(result["marginal_loss"])]]
+    rows += [["peak lr", f"{result['peak_lr']:.3g}"], ["steps", str(result["steps"])]]
+    rows += [["seconds", f"{result['seconds']:.1f}"]]
+    drawn = draw({f"{options.task}, {options.controller}": folder}, folder)
+    return f"\n{table(['held out', ''], rows)}\n\n{drawn}\nEverything is in {folder}"
+
+
+def _sweep(arguments: argparse.Namespace) -> str:
+    from hdet.lab import pictures, sweep  # noqa: PLC0415
+
+    options, seeds = _options(arguments), _seeds(arguments)
+    _prepare(arguments)
+    folder = arguments.folder or default_folder(f"sweep-{options.task}")
+    result = sweep.sweep(
+        options, folder, seeds=seeds, ratio=arguments.ratio, most_rates=arguments.most_rates,
+        one_process=lambda size: arguments.in_process,
+    )  # fmt: skip
+    try:
+        drawn = f"Picture: {pictures.sweep(result, folder / 'sweep.png')}"
+    except LabError as error:
+        drawn = f"No picture: {error}"
+    return f"\n{sweep.show(result)}\n\n{drawn}\nEverything is in {folder}"
+
+
+def _returns(arguments: argparse.Namespace) -> str:
+    from hdet.lab import returns  # noqa: PLC0415
+
+    options, seeds = _options(arguments), _seeds(arguments)
+    _prepare(arguments)
+    folder = arguments.folder or default_folder(f"returns-{options.task}")
+    most = 2 * (os.cpu_count() or 1)
+    result = returns.returns(
+        options, folder, sizes=arguments.sizes, seeds=seeds,
+        one_process=lambda size: arguments.in_process or size > most,
+    )  # fmt: skip
+    return f"\n{returns.show(result)}\n\nEverything is in {folder}"
+
+
+def _prepare(arguments: argparse.Namespace) -> None:
+    from hdet.lab.launch import prepare  # noqa: PLC0415
+
+    prepare(processes=not arguments.in_process)

@@ -1,0 +1,129 @@
+"""The run folder: what a run leaves behind, as strict JSON that is complete after every line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hdet.lab.errors import FolderError
+from hdet.lab.options import RunOptions
+
+
+class RunFolder:
+    """The files of one run: options.json, losses.jsonl, rounds.jsonl and result.json.
+
+    Raises:
+        FolderError: from every method, if the disk does not take it.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        with _clearly(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+
+    def write(self, name: str, value: Any) -> None:
+        """One file, written whole or not at all."""
+        with _clearly(self.path / name):
+            unfinished = self.path / f"{name}.part"
+            unfinished.write_text(json.dumps(plain(value), indent=1, allow_nan=False) + "\n")
+            os.replace(unfinished, self.path / name)
+
+    def append(self, name: str, value: Any) -> None:
+        """One line of a file; it is on its way to the disk when this returns."""
+        with _clearly(self.path / name), open(self.path / name, "a") as file:
+            file.write(json.dumps(plain(value), allow_nan=False) + "\n")
+
+    def begin(self, options: RunOptions) -> None:
+        """Say what is about to be run, where and by which versions."""
+        about = {
+            "options": options.to_json(),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "hdet": _hdet_version()},
+            "machine": {"system": platform.platform(), "cores": os.cpu_count(), "gpus": torch.cuda.device_count()},
+            "command": shlex.join(sys.argv),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        self.write("options.json", about)
+
+
+def read(path: str | Path) -> Any:
+    """The content of a JSON file; None if there is no such file."""
+    try:
+        return json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        return None
+
+
+def read_lines(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a JSON Lines file; none if there is no such file. A line cut short by a kill is left out."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for number, line in enumerate(lines):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number < len(lines) - 1:
+                raise
+    return found
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it: records as objects, tuples as lists, and null for a number that is not finite."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def default_folder(name: str) -> Path:
+    """A folder under ./runs that does not exist yet."""
+    stem = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = (stem if k == 1 else f"{stem}-{k}" for k in range(1, 1000))
+    return next(Path(name) for name in names if not Path(name).exists())
+
+
+def require_empty(path: Path) -> None:
+    """Refuse a folder that holds something already.
+
+    Raises:
+        FolderError: with what to do about it.
+    """
+    with _clearly(path):
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise FolderError(f"{path} exists and is not an empty folder; choose another one with --folder")
+
+
+@contextmanager
+def _clearly(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FolderError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _hdet_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
+
+    try:
+        return version("hdet")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,156 @@
+"""Starts replicas with torch's own elastic launcher, or in this process, and ends them all together."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import tempfile
+import traceback
+import uuid
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+
+from hdet import ReplicaError, in_process
+from hdet.lab.errors import ONE_LINE, InterruptedRunError, LabError, ReplicaFailedError
+from hdet.lab.train import train
+from hdet.lab.worker import Job, work
+
+_SECONDS_TO_END = 5
+_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+_PRELOADED = ["hdet.lab.worker", "hdet.lab.train", "torch._dynamo"]  # torch imports the last with the first optimizer
+
+
+def prepare(processes: bool = True) -> None:
+    """Begin to import torch for the replicas, beside whatever comes before the launch."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core for each replica, as torchrun does
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
+    if processes and _METHOD == "forkserver":
+        multiprocessing.set_forkserver_preload(_PRELOADED)
+        multiprocessing.forkserver.ensure_running()
+
+
+def launch(jobs: Sequence[Job], *, one_process: bool = False) -> None:
+    """Train all jobs, one after the other, on the same replicas.
+
+    Args:
+        jobs: runs with the same number of replicas.
+        one_process: make the replicas threads of this process.
+
+    Raises:
+        ReplicaFailedError: if a replica raised; the others have been ended.
+        InterruptedRunError: on Ctrl-C or SIGTERM; all replicas have been ended.
+        LabError: for what the user can mend.
+    """
+    if not jobs:
+        return
+    sizes = {job.options.replicas for job in jobs}
+    if len(sizes) > 1:
+        raise ValueError(f"jobs must have the same number of replicas, got {sorted(sizes)}")
+    if one_process:
+        _launch_threads(jobs, sizes.pop())
+    else:
+        _launch_processes(jobs, sizes.pop())
+
+
+def _launch_threads(jobs: Sequence[Job], size: int) -> None:
+    for job in jobs:
+        try:
+            with _interruptible(threads=True):
+                in_process(train, size, job.options, job.folder)
+        except ReplicaError as error:
+            cause = error.__cause__
+            if isinstance(cause, LabError):
+                raise cause from None
+            text = "" if cause is None else "".join(traceback.format_exception(cause))
+            raise ReplicaFailedError(f"{error}\n\n{text}") from None
+
+
+def _launch_processes(jobs: Sequence[Job], size: int) -> None:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException  # noqa: PLC0415
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: PLC0415
+
+    prepare()
+    before = set(multiprocessing.active_children())
+    with tempfile.TemporaryDirectory(prefix="hdet-") as logs:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=size,
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",  # any free port
+            max_restarts=0,
+            start_method=_METHOD,
+            local_addr="localhost",
+            shutdown_timeout=_SECONDS_TO_END,
+        )
+        with _interruptible(), _quiet():
+            try:
+                elastic_launch(config, work)(list(jobs))
+            except ChildFailedError as error:
+                raise _explained(error) from None
+            except SignalException:
+                raise KeyboardInterrupt from None
+            finally:
+                _end_children(before)
+
+
+def _explained(error: Exception) -> LabError:
+    """The failure of the replica that failed first, in its own words."""
+    replica, failure = error.get_first_failure()  # type: ignore[attr-defined]
+    message = failure.message
+    if not isinstance(message, dict):
+        return ReplicaFailedError(f"replica {replica} was ended from outside: {message}")
+    kind, _, text = message["message"].partition(": ")
+    if kind in ONE_LINE:
+        return ONE_LINE[kind](text)
+    return ReplicaFailedError(f"replica {replica} raised {kind}: {text}\n\n{message['extraInfo']['py_callstack']}")
+
+
+def _end_children(others: set[Any]) -> None:
+    """No replica outlives the launcher, even when it was interrupted while it started them."""
+    for child in set(multiprocessing.active_children()) - others:
+        child.kill()
+        child.join(_SECONDS_TO_END)
+
+
+@contextlib.contextmanager
+def _interruptible(threads: bool = False) -> Iterator[None]:
+    """Ctrl-C and SIGTERM within it become an `InterruptedRunError`; the launcher's own handlers go afterwards."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, *_OTHERS)}
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise InterruptedRunError("stopped; what was written so far is in the run folder", threads) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+_OTHERS = [getattr(signal, name) for name in ("SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The launcher logs what is reported here anyway."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

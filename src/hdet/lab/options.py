@@ -1,0 +1,125 @@
+"""Everything that defines one run, in one value that can be written to a file and read back."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hdet.lab.errors import LabError, OptionError
+from hdet.lab.tasks import TASKS, MissingDataError, Size, Task, make
+
+CONTROLLERS = ("none", "fixed", "softmax")
+SIZES = ("smoke", "standard", "long")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """One run. Two runs with equal options on one machine give the same result.
+
+    Attributes:
+        task: the name of the task.
+        size: "smoke", "standard" or "long".
+        seed: what weights, batches and slots are drawn from.
+        data: a file to use in place of the task's own data.
+        steps: optimizer steps; None for those of the size.
+        replicas: how many there are; they share the task's global batch.
+        peak_lr: the peak of OneCycleLR; None for the task's own.
+        controller: "none" is plain OneCycleLR and DDP, "fixed" fans out and converges and moves nothing,
+            "softmax" is the paper's controller.
+        temperature: that of the softmax controller.
+        warmup_steps: steps before the controller moves anything; None for a third of the run.
+        spread: rates from 1 - spread to 1 + spread times the center.
+        interval: steps per round; "auto" is a 200th of the run, between 1 and 1000.
+        per_group: explore each parameter group on its own; None for the task's way, which is yes for flights.
+
+    Raises:
+        OptionError: for a value that cannot work.
+    """
+
+    task: str
+    size: Size = "standard"
+    seed: int = 0
+    data: str | None = None
+    steps: int | None = None
+    replicas: int = 2
+    peak_lr: float | None = None
+    controller: str = "softmax"
+    temperature: float = 0.1
+    warmup_steps: int | None = None
+    spread: float = 1 / 9
+    interval: int | Literal["auto"] = "auto"
+    per_group: bool | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("task", self.task, sorted(TASKS))
+        _one_of("size", self.size, SIZES)
+        _one_of("controller", self.controller, CONTROLLERS)
+        _whole("seed", self.seed, 0)
+        _whole("replicas", self.replicas, 1)
+        _whole("steps", self.steps, 1)
+        _whole("warmup_steps", self.warmup_steps, 0)
+        if self.interval != "auto":
+            _whole("interval", self.interval, 1)
+        _number("peak_lr", self.peak_lr, 0 < (self.peak_lr or 1) < math.inf and self.peak_lr != 0, "positive", "1e-3")
+        _number("temperature", self.temperature, 0 < self.temperature < math.inf, "positive", "0.1")
+        _number("spread", self.spread, 0 <= self.spread < 1, "in [0, 1)", "0.1")
+        if self.replicas == 1 and self.controller != "none":
+            raise OptionError("replicas must be 2 or more to fan out, got 1; or choose the controller none")
+
+    @property
+    def fans_out(self) -> bool:
+        """Whether this is more than plain training."""
+        return self.controller != "none"
+
+    def make_task(self) -> Task:
+        """The task, checked against the number of replicas.
+
+        Raises:
+            LabError: if its data are missing or unusable.
+        """
+        try:
+            task = make(self.task, self.size, self.seed, self.data, self.steps)
+            task.batch(0, self.replicas - 1, self.replicas)
+        except (ValueError, OSError) as error:
+            raise OptionError(str(error)) from error
+        except MissingDataError as error:
+            raise LabError(str(error)) from error
+        return task
+
+    def replace(self, **changes: Any) -> RunOptions:
+        """The same with some changes."""
+        return dataclasses.replace(self, **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        """As numbers, strings and None, by name."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> RunOptions:
+        """Back from `to_json()`.
+
+        >>> options = RunOptions("digits", interval=5)
+        >>> RunOptions.from_json(options.to_json()) == options
+        True
+        """
+        unknown = sorted(set(values) - {field.name for field in dataclasses.fields(cls)})
+        if unknown:
+            raise OptionError(f"there is no option {unknown[0]}; was it written by another version of hdet?")
+        return cls(**values)
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...] | list[str]) -> None:
+    if value not in choices:
+        raise OptionError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _whole(name: str, value: object, least: int) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise OptionError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def _number(name: str, value: float | None, holds: bool, rule: str, example: str) -> None:
+    if value is not None and not holds:
+        raise OptionError(f"{name} must be {rule}, got {value!r}; for example {example}")

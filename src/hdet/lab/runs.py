@@ -1,0 +1,72 @@
+"""Many runs: those that are in their folders already are read, the others are trained."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hdet.lab.errors import FolderError
+from hdet.lab.folder import RunFolder, read, require_empty
+from hdet.lab.launch import launch
+from hdet.lab.options import RunOptions
+from hdet.lab.worker import Job
+
+
+def run_all(jobs: Sequence[Job], one_process: Callable[[int], bool]) -> list[dict[str, Any]]:
+    """The results of all jobs, in order.
+
+    Args:
+        jobs: the runs; those with equal numbers of replicas share one launch.
+        one_process: whether that many replicas go into one process.
+
+    Raises:
+        FolderError: if a folder holds a run with other options.
+    """
+    pending = [job for job in jobs if _result(job) is None]
+    for size in dict.fromkeys(job.options.replicas for job in pending):
+        launch([job for job in pending if job.options.replicas == size], one_process=one_process(size))
+    return [_result(job) or {} for job in jobs]
+
+
+def _result(job: Job) -> dict[str, Any] | None:
+    """The result of a run that was done before; what is left of one that was cut short is removed."""
+    about = read(Path(job.folder) / "options.json")
+    if about is None:
+        return None
+    if RunOptions.from_json(about["options"]) != job.options:
+        raise FolderError(f"{job.folder} holds a run with other options; choose another folder with --folder")
+    result: dict[str, Any] | None = read(Path(job.folder) / "result.json")
+    if result is None:
+        shutil.rmtree(job.folder)
+    return result
+
+
+def claim(folder: Path, name: str, about: dict[str, Any]) -> RunFolder:
+    """Begin, or go on with, several runs in one folder, of which `name` says what they are.
+
+    Raises:
+        FolderError: if the folder holds something else.
+    """
+    before = read(folder / name)
+    if before is None:
+        require_empty(folder)
+        files = RunFolder(folder)
+        files.write(name, about)
+        return files
+    if any(before.get(key) != value for key, value in about.items()):
+        raise FolderError(f"{folder} holds runs with other options; choose another folder with --folder")
+    return RunFolder(folder)
+
+
+def held_out_loss(result: dict[str, Any]) -> float:
+    """The held-out loss; infinite for a run that diverged."""
+    loss = (result.get("held_out") or {}).get("loss")
+    return math.inf if loss is None else float(loss)
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; infinite if one value is."""
+    return sum(values) / len(values)

@@ -1,0 +1,97 @@
+"""One replica as a process: joins the others, trains, and leaves quickly when something goes wrong."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from hdet.lab.errors import LabError
+from hdet.lab.options import RunOptions
+
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "recvValue failed")
+_SECONDS_FOR_THE_CULPRIT = 5.0  # a replica that merely lost the others lets the one that failed be seen first
+
+
+class Job(NamedTuple):
+    """One run and where to write it."""
+
+    options: RunOptions
+    folder: str
+
+
+def work(jobs: Sequence[Job]) -> None:
+    """Train one run after the other, together with the other replicas; the whole life of a process."""
+    from hdet.lab.train import train  # noqa: PLC0415
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)  # ends at once even while it waits for the others
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    join()
+    try:
+        for job in jobs:
+            train(job.options, job.folder)
+    except Exception as error:
+        if any(text in str(error) for text in _LOST):
+            time.sleep(_SECONDS_FOR_THE_CULPRIT)
+        raise
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def join() -> None:
+    """Meet the other replicas, as the launcher's environment says; alone without one.
+
+    Raises:
+        LabError: if they cannot meet.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    enough = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # NCCL wants a GPU for each replica
+    if gpus:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    try:
+        dist.init_process_group("nccl" if gpus and enough else "gloo", timeout=timedelta(minutes=10))
+    except dist.DistNetworkError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = str(error).splitlines()[0]
+        raise LabError(f"the replicas cannot meet at {where}; try another port ({reason})") from error
+
+
+def _end_with_parent() -> None:
+    """Do not outlive a launcher that was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@record
+def run(argv: Sequence[str] | None = None) -> int:
+    """Train with the arguments of `hdet train` as one of torchrun's processes."""
+    from hdet.lab.cli import worker_job  # noqa: PLC0415
+
+    try:
+        work([worker_job(argv, int(os.environ.get("WORLD_SIZE", "1")))])
+    except LabError as error:
+        print(f"hdet: error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The process's exit code. What a replica raises is written for the launcher, which shows it."""
+    code = run(argv)
+    return 0 if code is None else code

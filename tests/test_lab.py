@@ -1,0 +1,188 @@
+"""The command line, as users run it: real processes, real signals, real files."""
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from hdet.lab import cli, pictures
+from hdet.lab import sweep as sweeps
+from hdet.lab.errors import OptionError
+from hdet.lab.folder import plain, read, read_lines
+from hdet.lab.options import RunOptions
+
+SMOKE = ("--size", "smoke", "--steps", "12")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def run(*command, timeout=100, **environment):
+    """What a command prints and returns."""
+    return subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env=ENVIRONMENT | environment,
+    )
+
+
+def losses(folder):
+    """What a run measured, without what it took."""
+    result = read(folder / "result.json")
+    return result["held_out"], result["train_loss"], read_lines(folder / "losses.jsonl")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of one run with two replicas; what was printed is in table.txt."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        assert cli.main(["train", "text", *SMOKE, "--folder", str(folder)]) == 0
+    (folder / "table.txt").write_text(shown.getvalue())
+    return folder
+
+
+def test_train_ends_in_a_table_and_files(trained):
+    folder, shown = trained, (trained / "table.txt").read_text()
+    assert "held out" in shown
+    assert "bits_per_byte" in shown
+    assert str(folder) in shown
+    assert RunOptions.from_json(read(folder / "options.json")["options"]).task == "text"
+    rounds = read_lines(folder / "rounds.jsonl")
+    assert [record["step"] for record in rounds] == list(range(1, 13))
+    assert len(rounds[0]["hyperparameters"]["learning_rate"]["values"]) == 2
+    assert [line["step"] for line in read_lines(folder / "losses.jsonl")] == list(range(1, 13))
+    assert read(folder / "result.json")["held_out"]["loss"] > 0
+    assert (folder / "fan.png").stat().st_size > 1000
+    assert (folder / "losses.png").stat().st_size > 1000
+
+
+def test_the_same_seed_gives_the_same_result_to_the_last_digit(trained, tmp_path):
+    assert cli.main(["train", "text", *SMOKE, "--folder", str(tmp_path / "run")]) == 0
+    assert losses(tmp_path / "run") == losses(trained)
+
+
+def test_torchrun_gives_the_same_result(trained, tmp_path):
+    command = ("--standalone", "--nproc-per-node", 2, "-m", "hdet.lab.train", "text", *SMOKE)
+    ran = run(*TORCHRUN, *command, "--folder", tmp_path / "run")
+    assert ran.returncode == 0, ran.stderr
+    assert losses(tmp_path / "run") == losses(trained)
+
+
+def test_two_torchrun_agents_on_loopback(trained, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        endpoint = f"localhost:{probe.getsockname()[1]}"
+    meet = ("--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    command = (*TORCHRUN, *meet, "--rdzv-id", "7", "-m", "hdet.lab.train", "text", *SMOKE)
+    words = [str(part) for part in (*command, "--folder", tmp_path / "run")]
+    agents = [subprocess.Popen(words, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for agent in agents:
+        _, errors = agent.communicate(timeout=100)
+        assert agent.returncode == 0, errors
+    assert losses(tmp_path / "run") == losses(trained)
+
+
+def test_one_process_gives_the_same_losses(trained, tmp_path, capsys):
+    assert cli.main(["train", "text", *SMOKE, "--in-process", "--folder", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr()
+    assert "held out" in shown.out
+    assert re.search(r"step 12/12, loss .*, 0 s left\n", shown.err)  # lines, for this is no terminal
+    (_, _, ours), (_, _, theirs) = losses(tmp_path / "run"), losses(trained)
+    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], rel=1e-4)
+    mine, other = (read(folder / "result.json")["held_out"]["loss"] for folder in (tmp_path / "run", trained))
+    assert mine == pytest.approx(other, rel=1e-4)
+
+
+def test_a_sweep_finds_the_optimum_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "sweep"
+    words = ["sweep", "digits", "--size", "smoke", "--steps", "20", "--seeds", "1", "--in-process"]
+    assert cli.main([*words, "--folder", str(folder), "--peak-lr", "0.02"]) == 0
+    assert "<- best" in capsys.readouterr().out
+    found = read(folder / "sweep.json")
+    rates = [row["peak_lr"] for row in found["rates"]]
+    assert all(b / a <= 2.001 for a, b in itertools.pairwise(rates))
+    assert found["inside"]
+    assert min(rates) < found["best_peak_lr"] < max(rates)
+    assert (folder / "sweep.png").stat().st_size > 1000
+    monkeypatch.setattr("hdet.lab.runs.launch", lambda jobs, one_process: pytest.fail("nothing is left to run"))
+    assert cli.main([*words, "--folder", str(folder), "--peak-lr", "0.02"]) == 0
+    assert read(folder / "sweep.json") == found
+    assert cli.main([*words, "--folder", str(folder), "--peak-lr", "0.04"]) == 1
+    assert "holds runs with other options" in capsys.readouterr().err
+
+
+def test_a_sweep_widens_and_says_when_it_gave_up(tmp_path, monkeypatch):
+    """Held-out losses that fall with the rate, diverging beyond `limit`."""
+
+    def pretend(limit):
+        def run_all(jobs, one_process):
+            rates = [job.options.peak_lr for job in jobs]
+            return [{"held_out": {"loss": None if rate > limit else 1 / rate}} for rate in rates]
+
+        monkeypatch.setattr(sweeps, "run_all", run_all)
+
+    options = RunOptions("digits", controller="none", size="smoke", peak_lr=0.01)
+    pretend(limit=0.2)
+    found = sweeps.sweep(options, tmp_path / "inside", seeds=[0, 1])
+    assert found["inside"]
+    assert found["best_peak_lr"] == 0.16
+    assert "diverged" in sweeps.show(found)
+    assert "inside the grid" in sweeps.show(found)
+    pretend(limit=1e9)
+    found = sweeps.sweep(options, tmp_path / "edge", seeds=[0], most_rates=8)
+    assert not found["inside"]
+    assert len(found["rates"]) == 8
+    assert "it was not found" in sweeps.show(found)
+
+
+def test_returns_against_the_number_of_replicas(tmp_path, capsys):
+    words = ["returns", "digits", "--size", "smoke", "--steps", "6", "--sizes", "2,8", "--in-process"]
+    assert cli.main([*words, "--folder", str(tmp_path / "returns")]) == 0
+    table = capsys.readouterr().out
+    assert len(re.findall(r"^[28] .* (?:plain|softmax) ", table, re.MULTILINE)) == 4
+    rows = read(tmp_path / "returns" / "returns.json")["rows"]
+    assert [(row["replicas"], row["controller"]) for row in rows] == [
+        (2, "none"), (2, "softmax"), (8, "none"), (8, "softmax"),
+    ]  # fmt: skip
+
+
+def test_the_demo_ends_in_three_rows_and_pictures(tmp_path, capsys):
+    folder = tmp_path / "demo"
+    assert cli.main(["demo", "--steps", "6", "--replicas", "2", "--in-process", "--folder", str(folder)]) == 0
+    report = capsys.readouterr().out
+    assert len(re.findall(r"^(OneCycleLR|OneCycleLR, best rate|HDET) +\d\.\de-\d\d +\d", report, re.MULTILINE)) == 3
+    assert str(folder) in report
+    assert {path.name for path in folder.iterdir()} >= {"fan.png", "losses.png", "plain-low", "hdet-low"}
+    peaks = [read(folder / name / "result.json")["peak_lr"] for name in ("plain-low", "plain-best", "hdet-low")]
+    assert peaks[0] == peaks[2] == peaks[1] / 10
+
+
+def test_flights_explores_each_parameter_group(tmp_path):
+    words = ["train", "flights", "--size", "smoke", "--steps", "4", "--in-process"]
+    assert cli.main([*words, "--folder", str(tmp_path / "run")]) == 0
+    names = set(read_lines(tmp_path / "run" / "rounds.jsonl")[0]["hyperparameters"])
+    assert names == {"learning_rate/embedding", "learning_rate/no_decay", "learning_rate/dense"}
+    assert pictures.fan(tmp_path / "run", tmp_path / "fan.png") == tmp_path / "fan.png"
+
+
+def test_options_round_trip_and_refuse_what_they_do_not_know():
+    options = RunOptions("flights", "smoke", seed=3, peak_lr=1e-2, interval=7, per_group=False)
+    assert RunOptions.from_json(json.loads(json.dumps(options.to_json()))) == options
+    with pytest.raises(OptionError, match="there is no option colour"):
+        RunOptions.from_json({"task": "text", "colour": "red"})
+
+
+def test_files_are_strict_json(tmp_path):
+    assert plain({"a": (float("nan"), 1.0), "b": float("inf")}) == {"a": [None, 1.0], "b": None}
+    (tmp_path / "lines.jsonl").write_text('{"step": 1}\n{"ste')
+    assert read_lines(tmp_path / "lines.jsonl") == [{"step": 1}]

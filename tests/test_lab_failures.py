@@ -1,0 +1,169 @@
+"""When a run goes wrong: one line or one traceback, no orphan process, no hang."""
+
+import contextlib
+import multiprocessing
+import os
+import pathlib
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from test_lab import ENVIRONMENT, SMOKE, run
+
+from hdet.lab import cli, launch, tasks, worker
+from hdet.lab.folder import read, read_lines
+
+HDET = (sys.executable, "-m", "hdet.lab")
+
+
+def processes_of(session):
+    """The processes of a session that have not ended, read from /proc."""
+    found = []
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, fields = stat.read_text().rsplit(")", 1)
+            state, _, _, belongs = fields.split()[:4]
+            if int(belongs) == session and state not in "ZX":
+                found.append(name)
+    return found
+
+
+def wait_for(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("number", "how"), [(signal.SIGINT, []), (signal.SIGTERM, ["--in-process"])])
+def test_a_signal_ends_everything_and_leaves_a_usable_folder(tmp_path, number, how):
+    words = [*HDET, "train", "text", "--steps", "100000", "--interval", "1", "--folder", str(tmp_path / "run"), *how]
+    child = subprocess.Popen(
+        words, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        rounds = tmp_path / "run" / "rounds.jsonl"
+        wait_for(lambda: rounds.exists() or child.poll() is not None, 60)
+        if number == signal.SIGINT:
+            os.killpg(child.pid, number)  # as a terminal does
+        else:
+            child.send_signal(number)
+        _, errors = child.communicate(timeout=15)
+        wait_for(lambda: not processes_of(child.pid), 10)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    assert child.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert "hdet: stopped" in errors
+    assert read(tmp_path / "run" / "options.json")["options"]["task"] == "text"
+    assert read_lines(rounds)
+    assert read(tmp_path / "run" / "result.json") is None
+
+
+def failing_batch(self, step, rank=0, replicas=1):
+    if step == 2 and rank == 1:
+        raise RuntimeError("the disk with the data is gone")
+    return real_batch(self, step, rank, replicas)
+
+
+real_batch = tasks.Task.batch
+
+
+def failing_work(jobs):
+    """A replica's life, of which the second raises in the third step."""
+    tasks.Task.batch = failing_batch
+    worker.work(jobs)
+
+
+def full_disk_work(jobs):
+    """A replica's life with room for files of 2500 bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2500, 2500))
+    worker.work(jobs)
+
+
+def test_a_failing_replica_is_named_with_its_traceback(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(launch, "work", failing_work)
+    assert cli.main(["train", "text", *SMOKE, "--folder", str(tmp_path / "run")]) == 1
+    errors = capfd.readouterr().err
+    assert "hdet: error: replica 1 raised RuntimeError: the disk with the data is gone" in errors
+    assert "in failing_batch" in errors
+    assert errors.count("Traceback") == 1  # nothing of the launcher's
+    assert "ChildFailedError" not in errors
+    assert len(read_lines(tmp_path / "run" / "rounds.jsonl")) == 2
+    assert not multiprocessing.active_children()
+
+
+def test_a_failing_replica_in_one_process(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tasks.Task, "batch", failing_batch)
+    assert cli.main(["train", "text", *SMOKE, "--in-process", "--folder", str(tmp_path / "run")]) == 1
+    errors = capsys.readouterr().err
+    assert "replica 1 raised RuntimeError: the disk with the data is gone" in errors
+    assert errors.count("Traceback") == 1
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(launch, "work", full_disk_work)
+    assert cli.main(["train", "text", *SMOKE, "--folder", str(tmp_path / "run")]) == 1
+    errors = capfd.readouterr().err
+    assert re.fullmatch(r"hdet: error: cannot write .*rounds.jsonl: File too large\n", errors), errors
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["train", "poetry"], 2, "task must be one of digits, flights, text, got 'poetry'"),
+        (["train", "text", "--replicas", "0"], 2, "replicas must be a whole number of at least 1"),
+        (["train", "text", "--replicas", "5"], 2, "replicas must divide"),
+        (["train", "text", "--replicas", "1"], 2, "replicas must be 2 or more to fan out"),
+        (["train", "text", "--spread", "1.5"], 2, "spread must be in [0, 1)"),
+        (["train", "text", "--peak-lr", "0"], 2, "peak_lr must be positive"),
+        (["train", "text", "--peak-lr", "fast"], 2, "invalid float value: 'fast'"),
+        (["train", "text", "--interval", "0"], 2, "interval must be a whole number of at least 1"),
+        (["train", "text", "--data", "/no/such/file"], 2, "/no/such/file"),
+        (["train", "text", "--folder", "/proc/nowhere"], 1, "cannot write /proc/nowhere"),
+        (["sweep", "text", "--ratio", "3"], 2, "ratio must be more than 1 and at most 2"),
+        (["train"], 2, "the following arguments are required: TASK"),
+        ([], 2, "the following arguments are required: COMMAND"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, code, says, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*arguments, *(["--in-process"] if arguments else [])]) == code
+    errors = capsys.readouterr().err
+    assert errors.startswith("hdet: error: ")
+    assert says in errors
+    assert errors.count("\n") == 1
+
+
+def test_missing_data_are_one_line_before_anything_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    sys.modules["hdet.lab.tasks.digits"]._load.cache_clear()
+    assert cli.main(["train", "digits", *SMOKE, "--folder", str(tmp_path / "run")]) == 1
+    errors = capsys.readouterr().err
+    assert re.fullmatch(r"hdet: error: the digits task .* pip install 'hdet\[lab\]'\n", errors), errors
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_in_use_is_refused(tmp_path, capsys):
+    (tmp_path / "thesis.tex").touch()
+    assert cli.main(["train", "text", "--folder", str(tmp_path)]) == 1
+    assert "is not an empty folder; choose another one" in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_one_line(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        where = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ran = run(sys.executable, "-m", "hdet.lab.train", "text", *SMOKE, "--folder", tmp_path / "run", **where)
+    assert ran.returncode == 1
+    assert f"hdet: error: the replicas cannot meet at 127.0.0.1:{port}; try another port" in ran.stderr
+    assert "Traceback" not in ran.stderr
