@@ -48,7 +48,7 @@ def test_a_signal_ends_everything_and_leaves_a_usable_folder(tmp_path, number, h
     )
     try:
         rounds = tmp_path / "run" / "rounds.jsonl"
-        wait_for(lambda: rounds.exists() or child.poll() is not None, 60)
+        wait_for(lambda: read_lines(rounds) or child.poll() is not None, 60)
         if number == signal.SIGINT:
             os.killpg(child.pid, number)  # as a terminal does
         else:

@@ -54,7 +54,7 @@ def _introduction(steps: int, replicas: int, low: float, best: float) -> str:
     return (
         f"A byte-level transformer on Python's standard library, {replicas} replicas, {steps} steps, three runs:\n"
         f"torch's OneCycleLR from a peak learning rate {TOO_LOW:.0f} times too low ({low:.1e}); the same at the best\n"
-        f"rate of the task's sweep ({best:.1e}); and HDET from the low one.\n"
+        f"rate that a sweep at 1,000 steps found ({best:.1e}); and HDET from the low one.\n"
     )
 
 
