@@ -53,6 +53,9 @@ class Ensemble:
         start_step: optimizer steps that were taken before, when resuming without a saved state.
         on_round: called with a `RoundRecord` after each round, on every replica.
 
+    Attributes:
+        closed: whether `close()` was called: steps are plain from then on.
+
     Raises:
         TypeError, ValueError: for an argument that cannot work, with what to write instead.
 
@@ -109,7 +112,7 @@ class Ensemble:
         self._trained: set[int] = set()
         self._unseen = 0
         self._in_consensus = False
-        self._closed = False
+        self.closed = False
         self._warned_state_dict = False
         self._fan_out = FanOut(self._optimizers, self._hyperparameters, self._before_step)
         self._hooks = Hooks(self)
@@ -127,7 +130,7 @@ class Ensemble:
         Args:
             loss: this replica's own training loss. A controller that judges by it needs it.
         """
-        if self._closed:
+        if self.closed:
             return
         loss = self.check_loss(loss)
         if loss is not None:
@@ -141,7 +144,7 @@ class Ensemble:
         """What `step()` would add of this loss; raises as it would, and changes nothing."""
         if loss is not None:
             return as_loss(loss)
-        if self._steering.controller.needs_score and self._explored and not (self._rounds.at.finished or self._closed):
+        if self._steering.controller.needs_score and self._explored and not (self._rounds.at.finished or self.closed):
             raise ValueError(
                 f"{type(self._steering.controller).__name__} judges the replicas by their losses, but none was given; "
                 "pass this replica's own training loss: step(loss)"
@@ -194,7 +197,7 @@ class Ensemble:
 
         The parameter groups hold the bases, so what a controller has moved ends with the ensemble.
         """
-        self._closed = True
+        self.closed = True
         self._fan_out.close()
         self._hooks.remove()
         self._rounds.close()
@@ -217,13 +220,13 @@ class Ensemble:
     def scales(self) -> dict[str, float]:
         """The factor on each hyperparameter's schedule, by name: center = base * scale."""
         scales = self._steering.scales
-        return dict.fromkeys(scales, 1.0) if self._closed else scales
+        return dict.fromkeys(scales, 1.0) if self.closed else scales
 
     @property
     def multipliers(self) -> dict[str, float]:
         """This replica's multiplier of each hyperparameter, by name: value = center * multiplier."""
         multipliers = self._rounds.multipliers
-        return dict.fromkeys(multipliers, 1.0) if self._closed else multipliers
+        return dict.fromkeys(multipliers, 1.0) if self.closed else multipliers
 
     def restore_bases(self) -> None:
         """Put the bases back into the parameter groups, should a step that raised have left values there."""
@@ -287,7 +290,7 @@ class Ensemble:
         return not self._rounds.diverges or (self._rounds.at.equal and not self._fan_out.steps)
 
     def _start(self) -> None:
-        if self._closed:
+        if self.closed:
             raise RuntimeError("this ensemble is closed; make a new one to go on exploring")
         if self._rounds.start():
             self._begin_round()

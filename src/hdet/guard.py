@@ -67,7 +67,7 @@ def warn_without_effect(
         problem = "act=False has no effect without a controller that moves something: pass one, or leave act out"
     elif isinstance(controller, Softmax) and total_steps is not None:
         last = last_acting_step(interval, total_steps)
-        if controller.warmup_steps > last:
+        if last == 0 or controller.warmup_steps > last:
             problem = (
                 f"{name} never acts: the last round that it could act on ends at step {last}, before its "
                 f"{controller.warmup_steps} warm-up steps are over; use a shorter warm-up or interval"

@@ -182,7 +182,7 @@ class OneCycleAutoLR(OneCycleLR):
         self.ensemble.restore_bases()
         super().step(epoch)  # type: ignore[arg-type]
         self.ensemble.step(loss)
-        if self.last_epoch >= self.total_steps:
+        if self.last_epoch >= self.total_steps and not self.ensemble.closed:
             self.ensemble.finish()
 
     def get_lr(self) -> list[float | Tensor]:
@@ -327,10 +327,11 @@ def _warn_without_effect(auto: bool, spread: float, warmup_steps: int, interval:
     last = last_acting_step(interval, steps)
     if auto and spread == 0:
         problem = "enable_auto_lr has no effect with ensemble_lr_spread_ratio=0: give a spread, for example 1/9"
-    elif auto and warmup_steps > last > 0:
+    elif auto and (last == 0 or warmup_steps > last):
         problem = (
             f"enable_auto_lr has no effect: auto_lr_warmup_steps={warmup_steps} is not over at step {last}, the end of "
-            f"the last full round; for this run of {steps} steps write for example {max(1, steps // 3)}"
+            f"the last full round that is followed by another; for this run of {steps} steps write for example "
+            f"auto_lr_warmup_steps={steps // 3}, model_sync_interval={max(1, steps // 20)}"
         )
     elif decay != "one_cycle" and not auto:
         problem = f"auto_lr_decay={decay!r} has no effect without enable_auto_lr=True"
