@@ -13,6 +13,7 @@ from typing import Literal
 from hdet.arguments import Rule, check_number
 
 Ladder = Literal["linear", "log"]
+Design = Literal["permutations", "orthogonal", "turns"]
 
 
 def multipliers(size: int, spread: float, ladder: Ladder = "linear") -> list[float]:

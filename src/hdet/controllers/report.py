@@ -6,9 +6,12 @@ returns the same state on every replica, without traffic.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from hdet.assignment import Design
 
 State = dict[str, dict[str, float]]
 """By hyperparameter name: at least `scale`, and whatever else the controller remembers."""
@@ -22,13 +25,17 @@ class Observation:
         base: the schedule's value at the round's last step.
         next_base: the schedule's value at the next step.
         floor: the center does not fall below this, unless the base does.
-        multipliers: by replica.
+        multipliers: by replica; all 1 in a round in which it was not explored.
+        peak: the most that the schedule will say, where it tells (OneCycleLR does).
+        limits: the scale is kept between these two, so that no replica's value leaves its bounds.
     """
 
     base: float
     next_base: float
     floor: float
     multipliers: tuple[float, ...]
+    peak: float | None = None
+    limits: tuple[float, float] = (0.0, math.inf)
 
 
 @dataclass(frozen=True)
@@ -37,27 +44,70 @@ class Report:
 
     Attributes:
         step: optimizer steps taken since the start of the run.
-        scores: the replicas' mean losses, by replica; not finite where a replica has none.
+        scores: the replicas' mean training losses, by replica; not finite where a replica has none.
         observations: by hyperparameter name.
+        total_steps: optimizer steps of the whole run, if known.
+        probe: the loss of each replica's last weights on the round's probe, the same data for all; None without one.
+        start: the loss of the weights that the round began with, on that same data; None if it was not measured.
     """
 
     step: int
     scores: tuple[float, ...]
     observations: Mapping[str, Observation]
+    total_steps: int | None = None
+    probe: tuple[float, ...] | None = None
+    start: float | None = None
+
+    @property
+    def judged(self) -> tuple[float, ...]:
+        """What the replicas are judged by: the probe, or their training losses where there is none."""
+        return self.scores if self.probe is None else self.probe
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a controller wants of a run. What the user has asked for comes first.
+
+    Attributes:
+        interval: optimizer steps per round; None for the ensemble's own choice.
+        outer_step: how much of a round's way is taken at converge; 1 is all of it.
+        design: how slots are dealt to several hyperparameters.
+        until: by name, the step from which on a hyperparameter is not explored any more; to the end without an entry.
+        finds: the learning rate is to be found before the first step.
+        why: what was picked for each hyperparameter, and for which reason, in words.
+    """
+
+    interval: int | None = None
+    outer_step: float = 1.0
+    design: Design = "permutations"
+    until: Mapping[str, int] = field(default_factory=dict)
+    finds: bool = False
+    why: Mapping[str, str] = field(default_factory=dict)
 
 
 class Controller(Protocol):
-    """Steers the scales of the explored hyperparameters; see `hdet.Softmax` for one to read."""
+    """Steers the scales of the explored hyperparameters; see `hdet.Softmax` for one to read.
+
+    Two things may be added: `needs_probe = True` if it cannot do without one, and `plan(names, total_steps)`, which
+    returns a `Plan`. State entries named `estimate` and `error` are shown in the records as its confidence: the
+    logarithm of the factor by which it finds the scale to be off, and the standard error of that.
+    """
 
     @property
     def needs_score(self) -> bool:
-        """Whether `step()` must be given a loss."""
+        """Whether `step()` must be given a loss, where there is no probe."""
 
     def init(self, names: Sequence[str]) -> State:
         """The state before the first round: every scale is 1."""
 
     def update(self, state: State, report: Report) -> State:
         """The state after one full round. `state` itself is left as it is."""
+
+
+def plan(controller: Controller, names: Sequence[str], total_steps: int | None) -> Plan:
+    """What `controller` wants of a run; nothing special if it does not say."""
+    own = getattr(controller, "plan", None)
+    return Plan() if own is None else own(names, total_steps)
 
 
 def check_state(state: Any, like: State) -> State:

@@ -22,7 +22,8 @@ RULES = {
 class Softmax:
     """Move each center towards the values of the replicas with the lower losses, with momentum.
 
-    With L_r the score and eta_r the value of replica r, at the end of each full round:
+    With L_r the score (the probe's, where there is one) and eta_r the value of replica r, at the end of each
+    full round:
 
         w = softmax((mean(L) - L_r) / temperature)
         Delta = sum_r w_r eta_r - mean_r eta_r                      the hypergradient
@@ -65,7 +66,7 @@ class Softmax:
         """The scales and velocities after one full round."""
         if report.step < self.warmup_steps:
             return state
-        excess = self._excess_weights(report.scores)
+        excess = self._excess_weights(report.judged)
         return {name: self._move(entry, report.observations[name], excess) for name, entry in state.items()}
 
     def _excess_weights(self, scores: Sequence[float]) -> list[float]:

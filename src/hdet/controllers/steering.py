@@ -25,6 +25,10 @@ class Steering:
     def update(self, report: Report) -> dict[str, float]:
         """Take in one full round; the scales that the controller asks for."""
         proposed = self.controller.update(self._state, report)
+        for name, entry in proposed.items():
+            low, high = report.observations[name].limits
+            if not low <= entry["scale"] <= high:
+                proposed = {**proposed, name: {**entry, "scale": min(max(entry["scale"], low), high)}}
         before = self.scales
         self._state = {
             name: dict(entry) if self.act else {**entry, "scale": before[name]} for name, entry in proposed.items()

@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn
 
 from hdet.lab.errors import InterruptedRunError, LabError, OptionError
 from hdet.lab.folder import default_folder, require_empty
-from hdet.lab.options import CONTROLLERS, SIZES, RunOptions
+from hdet.lab.options import CONTROLLERS, OPTIMIZERS, SIZES, RunOptions
 from hdet.lab.tables import number, table
 from hdet.lab.tasks import TASKS
 from hdet.lab.worker import Job
@@ -103,6 +103,7 @@ def _add_run_options(parser: argparse.ArgumentParser, replicas: int | None, cont
     add("--steps", type=int, help="optimizer steps, if not those of the size")
     add("--seed", type=int, default=0)
     add("--data", help="a file to use in place of the task's own data")
+    add("--optimizer", default="adamw", help=f"{' or '.join(OPTIMIZERS)} (default: adamw)")
     add("--peak-lr", type=float, help="peak of OneCycleLR; default: the task's own")
     add("--controller", default=controller, help=f"{', '.join(CONTROLLERS)} (default: {controller}; none is plain)")
     add("--temperature", type=float, default=0.1, help="of the softmax controller (default: 0.1)")

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hdet.lab.errors import LabError, OptionError
-from hdet.lab.tasks import TASKS, MissingDataError, Size, Task, make
+from hdet.lab.tasks import TASKS, MissingDataError, OptimizerKind, Size, Task, make
 
 CONTROLLERS = ("none", "fixed", "softmax")
 SIZES = ("smoke", "standard", "long")
+OPTIMIZERS = ("adamw", "sgd")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class RunOptions:
         data: a file to use in place of the task's own data.
         steps: optimizer steps; None for those of the size.
         replicas: how many there are; they share the task's global batch.
+        optimizer: "adamw" or "sgd", with momentum.
         peak_lr: the peak of OneCycleLR; None for the task's own.
         controller: "none" is plain OneCycleLR and DDP, "fixed" fans out and converges and moves nothing,
             "softmax" is the paper's controller.
@@ -44,6 +46,7 @@ class RunOptions:
     data: str | None = None
     steps: int | None = None
     replicas: int = 2
+    optimizer: OptimizerKind = "adamw"
     peak_lr: float | None = None
     controller: str = "softmax"
     temperature: float = 0.1
@@ -55,6 +58,7 @@ class RunOptions:
     def __post_init__(self) -> None:
         _one_of("task", self.task, sorted(TASKS))
         _one_of("size", self.size, SIZES)
+        _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("controller", self.controller, CONTROLLERS)
         _whole("seed", self.seed, 0)
         _whole("replicas", self.replicas, 1)

@@ -38,7 +38,7 @@ def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
     task = options.make_task()
     peak_lr = task.peak_lr if options.peak_lr is None else options.peak_lr
     model = data_parallel(task.model().to(_device()))
-    optimizer = task.optimizer(model, peak_lr)
+    optimizer = task.optimizer(model, peak_lr, options.optimizer)
     schedule = OneCycleLR(optimizer, max_lr=peak_lr, total_steps=task.steps)
     ensemble = _ensemble(options, task, model, optimizer, files)
     meter = _Meter(options, task, schedule, ensemble, files)
@@ -67,7 +67,7 @@ def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
 
 def _settings(options: RunOptions, task: Task, peak_lr: float) -> dict[str, Any]:
     """What a result is the result of."""
-    copied = {name: getattr(options, name) for name in ("task", "size", "seed", "replicas", "controller")}
+    copied = {name: getattr(options, name) for name in ("task", "size", "seed", "replicas", "optimizer", "controller")}
     return {**copied, "peak_lr": peak_lr, "steps": task.steps, "marginal_loss": task.marginal_loss}
 
 

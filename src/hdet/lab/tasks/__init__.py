@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hdet.lab.tasks.digits import Digits
 from hdet.lab.tasks.flights import Flights
-from hdet.lab.tasks.task import Batch, MissingDataError, Preset, Size, Task
+from hdet.lab.tasks.task import Batch, MissingDataError, OptimizerKind, Preset, Size, Task
 from hdet.lab.tasks.text import Text
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Digits, Text, Flights)}
@@ -21,4 +21,16 @@ def make(name: str, size: Size = "standard", seed: int = 0, data: str | None = N
     return TASKS[name](size, seed, data, steps)
 
 
-__all__ = ["TASKS", "Batch", "Digits", "Flights", "MissingDataError", "Preset", "Size", "Task", "Text", "make"]
+__all__ = [
+    "TASKS",
+    "Batch",
+    "Digits",
+    "Flights",
+    "MissingDataError",
+    "OptimizerKind",
+    "Preset",
+    "Size",
+    "Task",
+    "Text",
+    "make",
+]

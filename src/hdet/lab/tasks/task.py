@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 Size = Literal["smoke", "standard", "long"]
+OptimizerKind = Literal["adamw", "sgd"]
 Batch: TypeAlias = tuple[Tensor, ...]
 
 _MOST_REPLICAS = 16
@@ -51,7 +52,7 @@ class Task(abc.ABC):
 
     name: ClassVar[str]
     presets: ClassVar[dict[Size, Preset]]
-    weight_decay: ClassVar[float] = 0.05
+    weight_decay: ClassVar[dict[OptimizerKind, float]] = {"adamw": 0.05, "sgd": 1e-4}
     marginal_loss: float
     """Held-out loss of predicting nothing but how frequent each training label is."""
 
@@ -75,16 +76,21 @@ class Task(abc.ABC):
             torch.default_generator.manual_seed(self.seed)  # torch.manual_seed would reseed the GPUs too
             return self._build()
 
-    def optimizer(self, model: nn.Module, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:
-        """AdamW over the groups "embedding", "no_decay" (biases, norms) and "dense", as far as the model has them.
+    def optimizer(
+        self, model: nn.Module, lr: float = 1e-3, kind: OptimizerKind = "adamw", **options: Any
+    ) -> torch.optim.Optimizer:
+        """An optimizer of the groups "embedding", "no_decay" (biases, norms) and "dense", as far as there are any.
 
         Args:
             model: the model, bare or wrapped.
             lr: the learning rate.
-            options: further arguments of AdamW; `weight_decay` is that of the dense group.
+            kind: "adamw", or "sgd" with a momentum of 0.9.
+            options: further arguments of the optimizer; `weight_decay` is that of the dense group.
         """
-        decay = options.pop("weight_decay", self.weight_decay)
-        return torch.optim.AdamW(_groups(model, decay), lr=lr, **options)
+        groups = _groups(model, options.pop("weight_decay", self.weight_decay[kind]))
+        if kind == "sgd":
+            return torch.optim.SGD(groups, lr=lr, **{"momentum": 0.9, **options})
+        return torch.optim.AdamW(groups, lr=lr, **options)
 
     def batch(self, step: int, rank: int = 0, replicas: int = 1) -> Batch:
         """This replica's part of global batch `step`: every `replicas`-th sample of it, from sample `rank` on."""

@@ -38,7 +38,7 @@ class Text(Task):
     presets: ClassVar[dict[Size, Preset]] = {
         "smoke": Preset(steps=60, global_batch=32, peak_lr=1e-2),
         "standard": Preset(steps=1000, global_batch=32, peak_lr=1e-2),
-        "long": Preset(steps=8000, global_batch=32, peak_lr=5e-3),
+        "long": Preset(steps=8000, global_batch=8, peak_lr=5e-3),
     }
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
