@@ -15,8 +15,10 @@ MAY_IMPORT = {
     "record": set(),
     "replicas": set(),
     "controllers": {"arguments", "assignment", "controllers"},
-    "hyperparameter": {"assignment", "hooks"},
-    "fan_out": {"hooks", "hyperparameter"},
+    "hyperparameter": {"assignment"},
+    "in_groups": {"assignment", "hooks", "hyperparameter"},
+    "in_forward": {"assignment", "hyperparameter"},
+    "fan_out": {"hooks", "in_groups"},
     "rounds": {"assignment", "hyperparameter", "replicas"},
     "converge": {"replicas"},
     "in_process": {"converge", "replicas"},
@@ -24,13 +26,21 @@ MAY_IMPORT = {
     "find_lr": {"arguments", "hooks", "probe", "replicas"},
     "rollback": {"arguments", "converge", "replicas"},
     "warm_init": {"replicas"},
-    "guard": {"arguments", "controllers", "hyperparameter", "replicas"},
+    "judge": {"probe", "replicas", "score"},
+    "local_gradients": set(),
+    "outer_step": {"arguments"},
+    "guard": {"hyperparameter", "replicas"},
+    "checks": {
+        "arguments", "assignment", "controllers", "hyperparameter", "in_forward", "in_groups", "local_gradients",
+        "probe",
+    },
     "ensemble": {
-        "arguments", "controllers", "converge", "fan_out", "guard", "hooks", "hyperparameter", "record", "replicas",
-        "rounds", "score",
+        "arguments", "assignment", "checks", "controllers", "converge", "fan_out", "find_lr", "guard", "hooks",
+        "hyperparameter", "in_forward", "in_groups", "judge", "local_gradients", "outer_step", "record", "replicas",
+        "rollback", "rounds", "score",
     },
     "one_cycle": {
-        "arguments", "assignment", "controllers", "ensemble", "guard", "hooks", "hyperparameter", "record", "score",
+        "arguments", "assignment", "checks", "controllers", "ensemble", "hooks", "in_groups", "record", "score",
     },
 }  # fmt: skip
 

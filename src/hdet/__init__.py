@@ -5,7 +5,9 @@ Read `hdet.ensemble` first: its `step()` is the protocol.
 
 from hdet.controllers import Controller, Fixed, Observation, Report, Softmax
 from hdet.ensemble import Ensemble
-from hdet.hyperparameter import Hyperparameter, learning_rate
+from hdet.hyperparameter import Hyperparameter
+from hdet.in_forward import Scalar, attribute, dropout, scalar
+from hdet.in_groups import learning_rate, momentum, weight_decay
 from hdet.in_process import ReplicaError, data_parallel, in_process
 from hdet.one_cycle import OneCycleAutoLR
 from hdet.record import HyperparameterRecord, RoundRecord
@@ -25,10 +27,16 @@ __all__ = [
     "ReplicaError",
     "Report",
     "RoundRecord",
+    "Scalar",
     "Softmax",
+    "attribute",
     "data_parallel",
+    "dropout",
     "find_replicas",
     "in_process",
     "learning_rate",
+    "momentum",
+    "scalar",
     "warm_init",
+    "weight_decay",
 ]

@@ -71,16 +71,16 @@ def module_tensors(also: Iterable[nn.Module | Tensor]) -> list[Tensor]:
     return _averageable(found)
 
 
-def optimizer_state(optimizers: Iterable[Optimizer], explored: Iterable[str]) -> list[Tensor]:
+def optimizer_state(optimizers: Iterable[Optimizer], explored: Iterable[str], local: bool = False) -> list[Tensor]:
     """The optimizer state that can differ between replicas when the group entries `explored` do.
 
-    Step counters are never averaged; neither is anything that does not live beside its parameter.
+    With `local` gradients all of it can. Step counters are never averaged; neither is anything that does not live beside its parameter.
     """
     keys = set(explored)
     return [
         value
         for optimizer in optimizers
-        if state_can_differ(optimizer, keys)
+        if local or state_can_differ(optimizer, keys)
         for group in optimizer.param_groups
         for p in group["params"]
         for key, value in sorted(optimizer.state.get(p, {}).items(), key=lambda item: str(item[0]))
@@ -91,7 +91,8 @@ def optimizer_state(optimizers: Iterable[Optimizer], explored: Iterable[str]) ->
 
 def state_can_differ(optimizer: Optimizer, explored: set[str]) -> bool:
     """Whether replicas with shared gradients can come to hold different optimizer state."""
-    if type(optimizer) not in _GRADIENT_ONLY_STATE or not explored <= {"lr"}:
+    safe = {"lr", "weight_decay"} if type(optimizer) in _DECOUPLED_DECAY else {"lr"}
+    if type(optimizer) not in _GRADIENT_ONLY_STATE or not explored <= safe:
         return True
     if type(optimizer) in _DECOUPLED_DECAY:
         return False

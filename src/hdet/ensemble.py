@@ -8,6 +8,7 @@ ensemble.step(loss)   score the loss; at the end of a round converge, control an
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,18 +19,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet import checks, guard
 from hdet import converge as averaging
-from hdet import guard
 from hdet.arguments import check_count
-from hdet.controllers import Controller, Fixed, Observation, Report, Steering
+from hdet.assignment import Design
+from hdet.controllers import Controller, Fixed, Observation, Report, Steering, plan
 from hdet.fan_out import FanOut
-from hdet.guard import Claim
 from hdet.hooks import Hooks, innermost, unwrap
-from hdet.hyperparameter import Hyperparameter, flatten, learning_rate, representative
+from hdet.hyperparameter import Hyperparameter, flatten, representative
+from hdet.in_forward import InForward
+from hdet.in_groups import InGroups, learning_rate
+from hdet.judge import AnyProbe, Judge, Judged
+from hdet.local_gradients import Gradients, LocalGradients
+from hdet.outer_step import OuterStep
 from hdet.record import HyperparameterRecord, OnRound, RoundRecord
 from hdet.replicas import Replicas, collective_device
 from hdet.rounds import Rounds
-from hdet.score import Loss, Score, as_loss
+from hdet.score import Loss, as_loss
 
 _MOST_UNSEEN = 100
 _VERSION = 1
@@ -45,6 +51,15 @@ class Ensemble:
             `finish()` at the end.
         interval: optimizer steps per round; "auto" is total_steps / 200, between 1 and 1000.
         controller: what moves the centers between rounds; by default nothing does (`Fixed`).
+        probe: the same data for all replicas, which their weights are scored on at the end of each round: an
+            `hdet.Probe`, or a callable that is given a number and returns the loss of the current weights on data
+            that depend on the number alone.
+        gradients: "shared", as DDP does at every step, or "local": replicas train on their own between converges and
+            send nothing. Needed by what acts before gradients are shared (dropout, label smoothing).
+        outer_step: how much of a round's way is taken when it ends, in (0, 1]; see `hdet.outer_step`. The last round's
+            is taken whole. By default what the controller wants, which mostly is 1.
+        design: how slots are dealt to several hyperparameters: "permutations", "orthogonal" or "turns"; by default
+            what the controller wants.
         act: False to observe: everything is measured and recorded, the centers stay on the schedule.
         model: the trained module; its floating-point buffers (BatchNorm statistics) are averaged too.
         also: modules or tensors that follow the weights (EMA, SWA, fp32 masters), averaged along.
@@ -76,6 +91,10 @@ class Ensemble:
         total_steps: int | None = None,
         interval: int | Literal["auto"] = "auto",
         controller: Controller | None = None,
+        probe: AnyProbe | None = None,
+        gradients: Gradients = "shared",
+        outer_step: float | None = None,
+        design: Design | None = None,
         act: bool = True,
         model: nn.Module | None = None,
         also: Sequence[nn.Module | Tensor] = (),
@@ -88,40 +107,61 @@ class Ensemble:
         self._hyperparameters = flatten(
             [learning_rate(self._optimizers)] if hyperparameters is None else hyperparameters
         )
-        guard.check_hyperparameters(self._hyperparameters, self._optimizers)
-        guard.check_model(model, self._optimizers)
-        if controller is not None:
-            guard.check_controller(controller)
         self._explored = [h for h in self._hyperparameters if h.diverges]
-        if self._explored:
-            guard.check_can_diverge(self._optimizers, model)
-        guard.check_followers(also, on_round)
+        self._local = gradients == "local"
+        controller = Fixed() if controller is None else controller
+        self._check(controller, probe, gradients, model, act)
+        checks.check_followers(also, on_round)
         check_count("start_step", start_step, least=0)
+        names = [h.name for h in self._hyperparameters]
+        self._plan = plan(controller, names, total_steps)
         self.total_steps = total_steps
-        self.interval = guard.check_interval(interval, total_steps, explores=bool(self._explored))
+        explores = bool(self._explored) or self._local
+        self.interval = checks.check_interval(interval, total_steps, explores, self._plan.interval)
+        self.design = checks.check_design(design or self._plan.design)
         self.seed = seed
         self._model, self._also = model, tuple(also)
         self._on_round = tuple(on_round)
 
-        names = [h.name for h in self._hyperparameters]
-        self._steering = Steering(Fixed() if controller is None else controller, names, act)
-        guard.warn_without_effect(self._steering.controller, act, bool(self._explored), self.interval, total_steps)
-        self._rounds = Rounds(self._hyperparameters, self.interval, total_steps, seed, process_group)
+        self._steering = Steering(controller, names, act)
+        checks.warn_without_effect(controller, act, bool(self._explored), self.interval, total_steps)
+        self._rounds = Rounds(
+            self._hyperparameters, self.interval, total_steps, seed, process_group,
+            design=self.design, until=self._plan.until, local=self._local,
+        )  # fmt: skip
         self._rounds.start_from(start_step)
-        self._score = Score()
+        self._outer = OuterStep(self._plan.outer_step if outer_step is None else outer_step)
+        self._judge = Judge(probe, model)
         self._trained: set[int] = set()
+        self._opened = False  # whether this round's start has been noted
+        self._clock = time.perf_counter()
         self._unseen = 0
         self._in_consensus = False
         self.closed = False
         self._warned_state_dict = False
-        self._fan_out = FanOut(self._optimizers, self._hyperparameters, self._before_step)
+        in_groups = [h for h in self._hyperparameters if isinstance(h, InGroups)]
+        self._forward = [h for h in self._hyperparameters if isinstance(h, InForward)]
+        self._fan_out = FanOut(self._optimizers, in_groups, self._before_step)
         self._hooks = Hooks(self)
-        if model is not None and self._explored:
+        self._switch = LocalGradients(model if self._local else None)
+        self._switch.start()
+        if model is not None and explores:
             self._hooks.before_module_state_dict(innermost(model), self._before_state_dict)
+
+    def _check(
+        self, controller: Controller, probe: object, gradients: Gradients, model: nn.Module | None, act: bool
+    ) -> None:
+        checks.check_hyperparameters(self._hyperparameters, self._optimizers)
+        checks.check_model(model, self._optimizers)
+        checks.check_controller(controller)
+        checks.check_gradients(gradients, self._explored, model, act and not isinstance(controller, Fixed))
+        checks.check_probe(probe, self._explored, controller, act, model)
+        if self._explored or self._local:
+            checks.check_can_diverge(self._optimizers, model)
 
     # The protocol
 
-    def step(self, loss: Loss | None = None) -> None:
+    def step(self, loss: Loss | None = None, *, attempted: bool = False) -> None:
         """Count one optimizer step, or one micro-batch of it; converge at the end of a round.
 
         Nearly every call only adds the loss to the score: no collective, nothing read from the device.
@@ -129,13 +169,15 @@ class Ensemble:
 
         Args:
             loss: this replica's own training loss. A controller that judges by it needs it.
+            attempted: an optimizer step was due, whether it was taken or not. With local gradients a GradScaler skips
+                steps on some replicas only: say so, that all reach the end of a round at the same call.
         """
         if self.closed:
             return
         loss = self.check_loss(loss)
         if loss is not None:
-            self._score.add(loss)
-        if self._fan_out.steps == 0:
+            self._judge.score.add(loss)
+        if self._fan_out.steps == 0 and not attempted:
             self._note_unseen()
         elif self._count():
             self._end_round(full=self._rounds.full)
@@ -144,7 +186,8 @@ class Ensemble:
         """What `step()` would add of this loss; raises as it would, and changes nothing."""
         if loss is not None:
             return as_loss(loss)
-        if self._steering.controller.needs_score and self._explored and not (self._rounds.at.finished or self.closed):
+        judged = self._steering.controller.needs_score and self._explored and not self._judge.probes
+        if judged and not (self._rounds.at.finished or self.closed):
             raise ValueError(
                 f"{type(self._steering.controller).__name__} judges the replicas by their losses, but none was given; "
                 "pass this replica's own training loss: step(loss)"
@@ -169,7 +212,9 @@ class Ensemble:
         if not self._equal:
             self.converge()
         self._rounds.finish()
-        self._fan_out.set(self.scales, self._rounds.multipliers)
+        self._outer.forget()
+        self._switch.restore()
+        self._set()
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -184,10 +229,10 @@ class Ensemble:
         tensors = [] if self._equal else self._weights()
         buffers = [] if self._model is None else list(self._model.buffers())
         if tensors:
-            self._agree(tensors)
+            self._agree(tensors, full=False)
         self._in_consensus, self._fan_out.ready = True, False
         try:
-            with averaging.averaged(tensors, self.replicas, kept=buffers):
+            with averaging.averaged(tensors, self.replicas, kept=buffers), self._at_center():
                 yield
         finally:
             self._in_consensus = False
@@ -199,6 +244,9 @@ class Ensemble:
         """
         self.closed = True
         self._fan_out.close()
+        for h in self._forward:
+            h.restore()
+        self._switch.restore()
         self._hooks.remove()
         self._rounds.close()
 
@@ -247,8 +295,12 @@ class Ensemble:
         }
         if self.mid_round:
             replicas = self.replicas
-            saved = {"replica": replicas.rank, "replicas": replicas.size, "score": self._score.state_dict()}
+            saved = {"replica": replicas.rank, "replicas": replicas.size, "judge": self._judge.state_dict()}
             state["mid_round"] = saved
+        if self._forward:
+            state["bases"] = {h.name: list(h.bases()) for h in self._forward}
+        if self._opened and self._rounds.at.step_in_round > 0:
+            state["outer_step"] = self._outer.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -260,18 +312,22 @@ class Ensemble:
         if not isinstance(state_dict, dict) or state_dict.get("version") != _VERSION:
             raise ValueError("state_dict must come from Ensemble.state_dict() of this version of hdet")
         mid_round = state_dict.get("mid_round")
-        if mid_round is not None and self._explored:
+        if mid_round is not None and (self._explored or self._local):
             guard.check_same_replica(mid_round, self.replicas)
         self._steering.load_state_dict(state_dict["controller"])
-        self._score.reset()
+        self._judge.reset()
         if mid_round is not None:
-            self._score.load_state_dict(mid_round["score"])
+            self._judge.load_state_dict(mid_round["judge"])
         self._rounds.load_state_dict(state_dict["progress"])
+        self._outer.load_state_dict(state_dict.get("outer_step", []), averaging.parameters(self._optimizers))
+        for h in self._forward:
+            h.restore(state_dict["bases"][h.name])
         self._resume()
 
     def start_from(self, step: int) -> None:
         """Go on at `step` without a saved state: a new controller, the same weights on all replicas."""
-        self._score.reset()
+        self._judge.reset()
+        self._outer.forget()
         self._rounds.start_from(step)
         self._steering.reset()
         self._resume()
@@ -280,7 +336,9 @@ class Ensemble:
         self._unseen = 0
         self.restore_bases()
         self._fan_out.count()
-        self._fan_out.set(self.scales, self._rounds.multipliers)
+        self._opened = self._rounds.at.step_in_round > 0
+        self._fan_out.ready = False
+        self._set()
 
     # Rounds
 
@@ -296,72 +354,113 @@ class Ensemble:
             self._begin_round()
 
     def _begin_round(self) -> None:
-        self._fan_out.set(self.scales, self._rounds.multipliers)
+        self._set()
         self._trained = {id(p) for p in averaging.parameters(self._optimizers)}
+        self._opened = False
+        self._fan_out.ready = not (self._outer.active or self._judge.probes)
+
+    def _open_round(self) -> None:
+        """Before the first step of a round, while all replicas hold the same weights: note where they begin."""
+        self._opened = True
+        self._outer.begin(averaging.parameters(self._optimizers))
+        at = self._rounds.at
+        if self._judge.probes and self._rounds.diverges and at.round > 0 and not at.cut:
+            with self._at_center():  # round 0 is left out: noisy copies of a checkpoint may begin it
+                self._judge.begin(at.round, self.replicas)
 
     def _count(self) -> bool:
         """Count the optimizer steps that were taken; whether the round ends with them."""
         self._unseen = 0
-        return self._rounds.count(self._fan_out.count())
+        return self._rounds.count(max(self._fan_out.count(), 1))
 
     def _end_round(self, full: bool) -> None:
         records = []
-        if self._rounds.diverges and not self._rounds.at.finished:
+        if self._rounds.diverges:
+            began = time.perf_counter()
             tensors = self._weights()
-            tensors += averaging.optimizer_state(self._optimizers, {h.key for h in self._explored})
-            scores = self._agree(tensors)
+            explored = {h.key for h in self._explored if isinstance(h, InGroups)}
+            tensors += averaging.optimizer_state(self._optimizers, explored, self._local)
+            judged = self._agree(tensors, full)
             averaging.average(tensors, self.replicas)
             self._rounds.at.equal = True
-            records.append(self._control(full, scores))
-        self._score.reset()
+            seconds = time.perf_counter() - began - self._judge.seconds_at_end
+            records.append(self._control(full, judged, seconds))
+        if self._rounds.over:
+            self._outer.forget()
+        self._outer.take()
+        self._judge.reset()
         self._rounds.next_round()
         self._begin_round()
+        self._clock = time.perf_counter()
         if self._rounds.over:
             self.finish()
         for record in records:  # last, so that a sink that raises leaves no round half ended
             for call in self._on_round:
                 call(record)
 
-    def _control(self, full: bool, scores: tuple[float, ...]) -> RoundRecord:
+    def _control(self, full: bool, judged: Judged, seconds: float) -> RoundRecord:
         at = self._rounds.at
         seen = {h.name: self._observe(h) for h in self._hyperparameters}
         trained, proposed = self.scales, self.scales
         if full and not self._rounds.over:  # after the last step there is nothing left to steer
-            proposed = self._steering.update(Report(at.step, scores, seen))
+            report = Report(at.step, judged.scores, seen, self.total_steps, judged.probe, judged.start)
+            proposed = self._steering.update(report)
         rows = {}
         for h in self._hyperparameters:
-            center = h.center(seen[h.name].base, trained[h.name])
-            values = tuple(center * m for m in seen[h.name].multipliers)
-            row = HyperparameterRecord(seen[h.name].base, center, values, self.scales[h.name], proposed[h.name])
-            rows[h.name] = row
-        return RoundRecord(at.round, at.step, full, scores, rows)
+            base, multipliers = seen[h.name].base, seen[h.name].multipliers
+            values = tuple(h.value_of(base, trained[h.name], m) for m in multipliers)
+            center = h.center(base, trained[h.name])
+            confidence = self._steering.confidence(h.name)
+            rows[h.name] = HyperparameterRecord(
+                base, center, values, self.scales[h.name], proposed[h.name], **confidence._asdict()
+            )
+        return RoundRecord(
+            at.round, at.step, full, judged.scores, rows, judged.probe, judged.start,
+            time.perf_counter() - self._clock, seconds, self._judge.seconds, self._events(),
+        )  # fmt: skip
+
+    def _events(self) -> tuple[str, ...]:
+        """What to tell beside the numbers: in the first round, what the controller has picked and why."""
+        return tuple(self._plan.why.values()) if self._rounds.at.round == 0 else ()
 
     def _observe(self, h: Hyperparameter) -> Observation:
         coming = list(h.bases())
-        base, next_base = representative(self._fan_out.used(h.name) or coming, coming)
-        return Observation(base, next_base, h.floor, self._rounds.dealt[h.name])
+        used = self._fan_out.used(h.name) if isinstance(h, InGroups) else coming
+        base, next_base = representative(used or coming, coming)
+        dealt = self._rounds.dealt[h.name]
+        return Observation(base, next_base, h.floor, dealt, h.peak(), h.limits(next_base, len(dealt)))
 
-    def _agree(self, tensors: Sequence[Tensor]) -> tuple[float, ...]:
-        """Check that all replicas are at the same place with the same tensors; return their scores."""
+    def _agree(self, tensors: Sequence[Tensor], full: bool) -> Judged:
+        """Check that all replicas are at the same place with the same tensors; return what they are judged by."""
         controller = type(self._steering.controller).__name__
-        options = [self.seed, self.interval, self.total_steps, self._steering.act, controller]
-        claims = guard.claims(self._rounds.at.step, averaging.layout(tensors), options, self._hyperparameters)
-        device = collective_device(tensors)
+        options = [
+            self.seed, self.interval, self.total_steps, self._steering.act, controller, self._local,
+            self._outer.amount, self.design,
+        ]  # fmt: skip
+        numbers = self._judge.end(self._rounds.at.round, full, collective_device(tensors))
+        layout = averaging.layout(tensors)
+        step = self._rounds.at.step
+        table = guard.agree(self.replicas, step, layout, options, self._hyperparameters, numbers)
+        return self._judge.read(table, full)
 
-        def gather(claims: Sequence[Claim]) -> list[list[float]]:
-            vector = torch.tensor([*(c.value for c in claims), 0.0], dtype=torch.float64, device=device)
-            vector[-1] = self._score.mean(device)
-            return self.replicas.gather(vector)
+    def _set(self) -> None:
+        """Let this replica train with its values from the next step on."""
+        scales, multipliers = self.scales, self._rounds.multipliers
+        self._fan_out.set(scales, multipliers)
+        for h in self._forward:
+            h.write(scales[h.name], multipliers[h.name])
 
-        table = gather(claims)
-        *others, _ = claims
-        guard.check_agreement(table, others)
-        totals = [row[len(others)] for row in table]
-        if not all(guard.same(total, totals[0]) for total in totals):  # name the one that differs
-            each = guard.base_claims(self._hyperparameters)
-            guard.check_agreement(gather(each), each)
-            guard.check_agreement(table, claims)
-        return tuple(row[-1] for row in table)
+    @contextmanager
+    def _at_center(self) -> Iterator[None]:
+        """Within it the forward pass reads the centers."""
+        scales, multipliers = self.scales, self._rounds.multipliers
+        for h in self._forward:
+            h.write(scales[h.name], 1.0)
+        try:
+            yield
+        finally:
+            for h in self._forward:
+                h.write(scales[h.name], multipliers[h.name])
 
     def _weights(self) -> list[Tensor]:
         found = [
@@ -369,7 +468,8 @@ class Ensemble:
             *averaging.buffers(self._model),
             *averaging.module_tensors(self._also),
         ]
-        return list({id(t): t for t in found}.values())
+        explored = {id(t) for h in self._forward for t in h.tensors()}
+        return list({id(t): t for t in found if id(t) not in explored}.values())
 
     # Small steps
 
@@ -377,6 +477,8 @@ class Ensemble:
         if self._in_consensus:
             raise RuntimeError("optimizer.step() inside consensus() would train the average; leave it first")
         self._start()
+        if not self._opened:
+            self._open_round()
         self._fan_out.ready = True
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -390,7 +492,7 @@ class Ensemble:
 
     def _note_unseen(self) -> None:
         self._unseen += 1
-        if self._unseen >= _MOST_UNSEEN and self._explored:
+        if self._unseen >= _MOST_UNSEEN and (self._explored or self._outer.active):
             raise RuntimeError(
                 f"no optimizer step was seen in {_MOST_UNSEEN} calls of step(). Is this the optimizer that "
                 "trains? A wrapper that does not call its hooks, or a captured graph, cannot fan out: pass "

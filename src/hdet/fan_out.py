@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.hooks import Hooks, WeakHook
-from hdet.hyperparameter import Hyperparameter
+from hdet.in_groups import InGroups
 
 Base = float | Tensor
 StepArgs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -25,8 +25,8 @@ class _Watched:
     __slots__ = ("depth", "plan", "steps", "used", "written")
 
     def __init__(self) -> None:
-        self.plan: list[tuple[Hyperparameter, float, float]] = []
-        self.written: list[tuple[dict[str, Any], str, Base, Base]] = []
+        self.plan: list[tuple[InGroups, float, float, bool]] = []
+        self.written: list[tuple[dict[str, Any], str, Any, Any]] = []
         self.used: list[tuple[str, Base]] = []
         self.depth = 0
         self.steps = 0
@@ -35,22 +35,26 @@ class _Watched:
         """Write the values; remember the bases."""
         written, used = self.written, self.used
         used.clear()
-        for h, scale, multiplier in self.plan:
-            key, name = h.key, h.name
+        for h, scale, multiplier, multiplies in self.plan:
+            key, name, plain = h.key, h.name, h.index is None
             for group in groups if h.group is None else (groups[h.group],):
-                base = group[key]
-                value = (base if scale == 1.0 else h.center(base, scale)) * multiplier
-                group[key] = value
-                written.append((group, key, base, value))
+                entry = group[key]
+                base = entry if plain else h.read(group)
+                if multiplies:  # the usual case, and cheap on purpose
+                    value = (base if scale == 1.0 else base * scale) * multiplier
+                else:
+                    value = h.value_of(base, scale, multiplier)
+                group[key] = new = value if plain else h.replaced(entry, value)
+                written.append((group, key, entry, new))
                 # A scheduler overwrites a tensor learning rate in place: keep what this step used.
                 used.append((name, base.clone() if isinstance(base, Tensor) else base))
 
     def restore(self) -> None:
         """Put the bases back, except where somebody has written another value since."""
         self.depth = 0
-        for group, key, base, value in self.written:
-            if group[key] is value:
-                group[key] = base
+        for group, key, entry, new in reversed(self.written):  # two may share an entry: Adam's betas
+            if group[key] is new:
+                group[key] = entry
         self.written.clear()
 
 
@@ -72,7 +76,7 @@ class FanOut:
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
-        hyperparameters: Sequence[Hyperparameter],
+        hyperparameters: Sequence[InGroups],
         prepare: Callable[[], None],
     ) -> None:
         self.ready = False
@@ -92,7 +96,7 @@ class FanOut:
         """What this replica trains with from the next step on: its factors, by hyperparameter."""
         for optimizer in self._optimizers:
             self._watched[id(optimizer)].plan = [
-                (h, scales[h.name], multipliers[h.name])
+                (h, scales[h.name], multipliers[h.name], h.multiplies)
                 for h in self._hyperparameters
                 if optimizer in h.optimizers and (h.diverges or scales[h.name] != 1.0)
             ]
@@ -113,9 +117,9 @@ class FanOut:
             watched.steps = 0
         return steps
 
-    def explores(self, optimizer: Optimizer, key: str) -> bool:
-        """Whether replicas differ in `key` of the optimizer's groups."""
-        return any(h.key == key and h.diverges and optimizer in h.optimizers for h in self._hyperparameters)
+    def explores(self, optimizer: Optimizer, place: str) -> bool:
+        """Whether replicas differ in this place of the optimizer's groups."""
+        return any(h.place == place and h.diverges and optimizer in h.optimizers for h in self._hyperparameters)
 
     def restore(self) -> None:
         """Put every base back, should a step that raised have left a value behind."""
@@ -149,10 +153,10 @@ class FanOut:
 
     def _put_bases(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Bases instead of values in a state that is saved in the middle of a step, or after one that raised."""
-        for group, key, base, value in self._watched[id(optimizer)].written:
+        for group, key, entry, new in reversed(self._watched[id(optimizer)].written):
             for live, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-                if live is group and group[key] is value:
-                    saved[key] = base
+                if live is group and saved[key] is new:
+                    saved[key] = entry
 
 
 def _steps_nest(optimizer: Optimizer) -> bool:
@@ -169,15 +173,15 @@ def _steps_nest(optimizer: Optimizer) -> bool:
     return calls > 1
 
 
-def _check_alone(optimizers: Sequence[Optimizer], hyperparameters: Sequence[Hyperparameter]) -> None:
+def _check_alone(optimizers: Sequence[Optimizer], hyperparameters: Sequence[InGroups]) -> None:
     """Raise if another ensemble explores the same thing: their multipliers would compound."""
     for optimizer in optimizers:
         others = [hook.owner for hook in optimizer._optimizer_step_pre_hooks.values() if isinstance(hook, WeakHook)]
         for h in hyperparameters:
-            taken = any(isinstance(other, FanOut) and other.explores(optimizer, h.key) for other in others)
+            taken = any(isinstance(other, FanOut) and other.explores(optimizer, h.place) for other in others)
             if taken and h.diverges and optimizer in h.optimizers:
                 raise ValueError(
-                    f"another ensemble explores {h.key!r} of this {type(optimizer).__name__} already, and their "
+                    f"another ensemble explores {h.place!r} of this {type(optimizer).__name__} already, and their "
                     "multipliers would compound; call close() on the other one first"
                 )
 

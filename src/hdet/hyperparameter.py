@@ -1,139 +1,160 @@
-"""One explored scalar: where it lives, how far the replicas spread, and what its center and values are.
+"""One explored scalar: how far the replicas spread, in which coordinate, within which bounds.
 
-base    what the user's schedule says now, the same on every replica
-center  base * scale; the controller owns the scale
-value   center * multiplier; what this replica trains with
+base    what the user's schedule or code says now, the same on every replica
+center  the base moved by `scale`; the controller owns the scale
+value   the center moved by this replica's multiplier; what it trains with
+
+Where a scalar lives is said by the subclasses: `hdet.in_groups` (parameter groups of optimizers: written for the
+length of a step) and `hdet.in_forward` (read by the forward pass: written when the slots are dealt).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, overload
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from hdet.assignment import Ladder, check_spread
-from hdet.hooks import unwrap
+from hdet.assignment import Ladder, check_spread, multipliers
 
 Number = TypeVar("Number", bound="float | Tensor")
+Coordinate = Literal["linear", "log", "logit"]
+_ANYTHING = (0.0, math.inf)
 
 
 @dataclass(frozen=True)
 class Hyperparameter:
-    """A scalar in the parameter groups of one or several optimizers.
+    """A scalar that replicas try different values of.
+
+    A factor k, the scale or a multiplier, moves a value x by log k in the hyperparameter's coordinate:
+
+        log      x k                                              rates, decays, temperatures
+        logit    x/(1-x) k for the odds of x within its bounds    probabilities, momenta
+        linear   x + unit log k                                   what may be zero or negative
 
     Attributes:
         name: unique within an ensemble; slots are drawn from it and records show it.
-        key: the entry of the parameter groups that holds it.
-        optimizers: whose groups hold it.
-        group: the index of its one parameter group, or None for all of them, later ones included.
         spread: how far the multipliers reach; see `hdet.assignment.multipliers`.
         ladder: how the multipliers are spaced.
-        floor: the center does not fall below it, unless the base does.
+        coordinate: "log", "logit" or "linear".
+        bounds: no replica's value leaves them.
+        floor: the center does not fall below it, unless the base does ("log" only).
+        unit: what a factor of e adds ("linear" only).
+        before_reduce: it acts on the gradients before replicas share them.
+        regulariser: lower training loss says nothing about it: it must be judged on held-out data.
     """
 
     name: str
-    key: str
-    optimizers: tuple[Optimizer, ...]
-    group: int | None
     spread: float
     ladder: Ladder = "linear"
+    coordinate: Coordinate = "log"
+    bounds: tuple[float, float] = _ANYTHING
     floor: float = 0.0
+    unit: float = 1.0
+    before_reduce: bool = False
+    regulariser: bool = False
 
     @property
     def diverges(self) -> bool:
         """Whether the replicas get different values at all."""
         return self.spread > (0 if self.ladder == "linear" else 1)
 
-    def groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """The parameter groups of `optimizer` that hold it, as they are now."""
-        groups = optimizer.param_groups
-        return groups if self.group is None else groups[self.group : self.group + 1]
+    @property
+    def multiplies(self) -> bool:
+        """Whether a value is base * scale * multiplier and nothing else."""
+        return self.coordinate == "log" and self.bounds == _ANYTHING and self.floor <= 0.0
+
+    @property
+    def place(self) -> str:
+        """Where it lives, in words that are the same on every replica."""
+        return self.name
 
     def bases(self) -> Iterator[float | Tensor]:
-        """The base in each of its parameter groups, as it is now."""
-        for optimizer in self.optimizers:
-            for group in self.groups(optimizer):
-                yield group[self.key]
+        """The base in each place that holds it, as it is now."""
+        raise NotImplementedError
+
+    def peak(self) -> float | None:
+        """The most that the schedule will say, where it tells."""
+        return None
 
     def center(self, base: Number, scale: float) -> Number:
-        """`base * scale`, not below the floor: ``max(base * scale, min(base, floor))``."""
+        """The base moved by the scale, not below the floor and within the bounds."""
         if scale == 1.0:
             return base
-        if scale > 1.0 or self.floor <= 0.0:
-            return base * scale  # type: ignore[return-value]
-        if isinstance(base, Tensor):
-            return torch.maximum(base * scale, base.clamp(max=self.floor))  # type: ignore[return-value]
-        return max(base * scale, min(base, self.floor))  # type: ignore[return-value]
+        moved = self._move(base, scale)
+        if scale < 1.0 and self.floor > 0.0:
+            if isinstance(base, Tensor):
+                return torch.maximum(moved, base.clamp(max=self.floor))  # type: ignore[call-overload, no-any-return]
+            moved = max(moved, min(base, self.floor))  # type: ignore[assignment]
+        return self._bounded(moved)
+
+    def value_of(self, base: Number, scale: float, multiplier: float) -> Number:
+        """What a replica with this multiplier trains with."""
+        center = self.center(base, scale)
+        return center if multiplier == 1.0 else self._bounded(self._move(center, multiplier))
+
+    def limits(self, base: float, size: int) -> tuple[float, float]:
+        """The least and the largest scale that keep all values of `size` replicas within the bounds."""
+        low, high = self.bounds
+        rungs = multipliers(size, self.spread, self.ladder) if self.diverges else [1.0]
+        if self.coordinate == "logit" or (self.coordinate == "log" and base <= 0.0):
+            return _ANYTHING
+        if self.coordinate == "log":
+            least, most = low / base / min(rungs), high / base / max(rungs)
+        else:
+            least = math.exp(max((low - base) / self.unit, -700.0)) / min(rungs)
+            most = math.exp(min((high - base) / self.unit, 700.0)) / max(rungs)
+        middle = math.sqrt(least * most) if least > most else 0.0  # too wide for the bounds: values are clipped
+        return (middle, middle) if middle else (least, most)
+
+    def _move(self, x: Number, k: float) -> Number:
+        if self.coordinate == "log":
+            return x * k  # type: ignore[return-value]
+        if self.coordinate == "linear":
+            return x + self.unit * math.log(k)  # type: ignore[return-value]
+        low, high = self.bounds
+        p = (x - low) / (high - low)
+        return low + (high - low) * (k * p / (1 + (k - 1) * p))  # type: ignore[return-value]
+
+    def _bounded(self, x: Number) -> Number:
+        low, high = self.bounds
+        if self.bounds == _ANYTHING:
+            return x
+        return x.clamp(low, high) if isinstance(x, Tensor) else min(max(x, low), high)  # type: ignore[return-value]
+
+
+def check_scalar(h: Hyperparameter) -> None:
+    """Raise if spread, coordinate, bounds and the bases of `h` do not fit each other."""
+    check_spread(h.spread, h.ladder, name=f"spread of {h.name}")
+    low, high = h.bounds
+    if not low < high:
+        raise ValueError(f"bounds of {h.name} must be (low, high) with low < high, got {h.bounds}; for example (0, 1)")
+    if h.coordinate not in ("linear", "log", "logit"):
+        raise ValueError(f'coordinate of {h.name} must be "linear", "log" or "logit", got {h.coordinate!r}')
+    if h.coordinate == "logit" and not (math.isfinite(low) and math.isfinite(high)):
+        raise ValueError(f"the logit coordinate of {h.name} needs two finite bounds, got {h.bounds}; for example (0, 1)")
+    if h.coordinate == "log" and low < 0:
+        raise ValueError(
+            f"the log coordinate of {h.name} needs bounds of 0 or more, got {h.bounds}; for values that may be "
+            'negative write coordinate="linear"'
+        )
+    if h.coordinate == "linear" and not 0 < h.unit < math.inf:
+        raise ValueError(f"unit of {h.name} must be positive and finite, got {h.unit}; for example unit=0.1")
+    for base in h.bases():
+        if not isinstance(base, Tensor) and not low <= base <= high:
+            raise ValueError(f"{h.name} is {base}, outside its bounds {h.bounds}; widen the bounds or change the value")
 
 
 def representative(used: Sequence[float | Tensor], coming: Sequence[float | Tensor]) -> tuple[float, float]:
-    """The last and the next base of one group that stands for all: the first that is explored. Reads tensors back.
+    """The last and the next base of one place that stands for all: the first that is explored. Reads tensors back.
 
-    A base of 0 cannot be explored: multiplied by anything it stays 0.
+    A base of 0 is not explored in the log coordinate: multiplied by anything it stays 0.
     """
     pairs = [(float(base), float(following)) for base, following in zip(used, coming, strict=False)]
     return next((pair for pair in pairs if pair[0] != 0.0), (0.0, 0.0))
-
-
-@overload
-def learning_rate(
-    optimizer: Optimizer | Sequence[Optimizer],
-    *,
-    spread: float = ...,
-    ladder: Ladder = ...,
-    per_group: Literal[False] = ...,
-) -> Hyperparameter: ...
-@overload
-def learning_rate(
-    optimizer: Optimizer | Sequence[Optimizer],
-    *,
-    spread: float = ...,
-    ladder: Ladder = ...,
-    per_group: Literal[True],
-) -> list[Hyperparameter]: ...
-def learning_rate(
-    optimizer: Optimizer | Sequence[Optimizer],
-    *,
-    spread: float = 1 / 9,
-    ladder: Ladder = "linear",
-    per_group: bool = False,
-) -> Hyperparameter | list[Hyperparameter]:
-    """The learning rate of one optimizer, or of several together.
-
-    Args:
-        optimizer: one optimizer, or a sequence of them.
-        spread: how far the replicas' rates lie apart. On the linear ladder in [0, 1): multipliers from
-            1 - spread to 1 + spread. On the log ladder at least 1: from about 1/spread to spread.
-        ladder: "linear" (the paper's) or "log".
-        per_group: explore every parameter group on its own, with its own slots and scale, instead of all
-            groups together. Returns a list then. Groups added later are not explored.
-
-    >>> model = torch.nn.Linear(2, 1)
-    >>> rate = learning_rate(torch.optim.SGD(model.parameters(), lr=0.1), spread=0.2)
-    >>> rate.name, rate.spread
-    ('learning_rate', 0.2)
-    """
-    check_spread(spread, ladder)
-    several = isinstance(optimizer, Sequence)
-    optimizers = tuple(unwrap(o) for o in (optimizer if isinstance(optimizer, Sequence) else (optimizer,)))
-    if not per_group:
-        return Hyperparameter("learning_rate", "lr", optimizers, None, float(spread), ladder)
-    return [
-        Hyperparameter(
-            f"learning_rate/{f'{o}.' if several else ''}{group.get('name', g)}",
-            "lr",
-            (owner,),
-            g,
-            float(spread),
-            ladder,
-        )
-        for o, owner in enumerate(optimizers)
-        for g, group in enumerate(owner.param_groups)
-    ]
 
 
 def flatten(hyperparameters: Sequence[Hyperparameter | Sequence[Hyperparameter]]) -> list[Hyperparameter]:

@@ -159,6 +159,7 @@ class SharedGradients(nn.Module):
         self.module = module
         self._replicas = replicas
         self._queued = False
+        self.require_backward_grad_sync = True  # DistributedDataParallel's switch
         for p in module.parameters():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(self._queue)  # type: ignore[no-untyped-call]
@@ -168,7 +169,7 @@ class SharedGradients(nn.Module):
         return self.module(*args, **kwargs)
 
     def _queue(self, _: Tensor) -> None:
-        if not self._queued:
+        if self.require_backward_grad_sync and not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(self._average)
 

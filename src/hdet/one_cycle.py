@@ -18,11 +18,11 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet.arguments import Rule, check_count, check_number
 from hdet.assignment import check_spread
+from hdet.checks import last_acting_step
 from hdet.controllers import RULES, Fixed, Softmax
 from hdet.ensemble import Ensemble
-from hdet.guard import last_acting_step
 from hdet.hooks import unwrap
-from hdet.hyperparameter import Hyperparameter
+from hdet.in_groups import InGroups
 from hdet.record import OnRound
 from hdet.score import Loss
 
@@ -49,6 +49,7 @@ class OneCycleAutoLR(OneCycleLR):
         auto_lr_decay: what the rates follow without a signal once the losses move them: "one_cycle", the
             schedule itself, or "geometric", a constant factor per round down to OneCycleLR's last rate.
         auto_lr_max_scale: the losses move a rate to at most this many times the schedule.
+        outer_step: how much of a round's way is taken when it ends; see `hdet.outer_step`.
         model, also, process_group, seed, act, on_round: as in `hdet.Ensemble`.
 
     Give the losses of all but the last micro-batch of a step to `scheduler.ensemble.step(loss)`. Save and load
@@ -97,6 +98,7 @@ class OneCycleAutoLR(OneCycleLR):
         *,
         auto_lr_decay: Decay = "one_cycle",
         auto_lr_max_scale: float = 10.0,
+        outer_step: float = 1.0,
         model: nn.Module | None = None,
         also: Sequence[nn.Module | Tensor] = (),
         process_group: dist.ProcessGroup | None = None,
@@ -152,6 +154,7 @@ class OneCycleAutoLR(OneCycleLR):
                 total_steps=self.total_steps,
                 interval=model_sync_interval,
                 controller=controller if auto else Fixed(),
+                outer_step=outer_step,
                 act=act,
                 model=model,
                 also=also,
@@ -265,9 +268,9 @@ class _GeometricDecay:
         return ((step - self.handover) // self._interval + 1) / self.rounds
 
 
-def _learning_rates(optimizer: Optimizer, spread: float) -> list[Hyperparameter]:
+def _learning_rates(optimizer: Optimizer, spread: float) -> list[InGroups]:
     return [
-        Hyperparameter(
+        InGroups(
             name=f"learning_rate/{number}",
             key="lr",
             optimizers=(optimizer,),

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from hdet.assignment import deal
+from hdet.assignment import Design, deal_round
 from hdet.hyperparameter import Hyperparameter
 from hdet.replicas import Replicas, find_replicas
 
@@ -44,6 +44,9 @@ class Rounds:
         total_steps: optimizer steps of the whole run, if known.
         seed: what the slots are dealt from.
         process_group: the replicas; by default all ranks.
+        design: how slots are dealt to several hyperparameters.
+        until: by name, the step from which on a hyperparameter is not explored any more.
+        local: the replicas differ even under the same values, as they do not share their gradients.
 
     Attributes:
         at: the progress.
@@ -57,17 +60,21 @@ class Rounds:
         total_steps: int | None,
         seed: int,
         process_group: dist.ProcessGroup | None,
+        *,
+        design: Design = "permutations",
+        until: Mapping[str, int] | None = None,
+        local: bool = False,
     ) -> None:
         self.at = Progress()
         self.dealt: dict[str, tuple[float, ...]] = {}
         self._hyperparameters = tuple(hyperparameters)
-        self._explores = any(h.diverges for h in hyperparameters)
+        self._design, self._until, self._local = design, dict(until or {}), local
         self._interval = interval
         self._total_steps = total_steps
         self._seed = seed
         self._process_group = process_group
         self._replicas: Replicas | None = None
-        self._single = not self._explores  # nothing to tell the replicas apart: settled by start()
+        self._diverges: bool | None = None  # settled when a round is dealt, as every step asks for it
         self._at_end = weakref.finalize(self, _warn_unfinished, self.at)
 
     @property
@@ -77,8 +84,8 @@ class Rounds:
 
     @property
     def diverges(self) -> bool:
-        """Whether the replicas train under different values: something is explored, and there are several."""
-        return self._explores and self.replicas.size > 1
+        """Whether the replicas come to hold different weights in this round."""
+        return self._find_out() if self._diverges is None else self._diverges
 
     @property
     def multipliers(self) -> dict[str, float]:
@@ -92,14 +99,13 @@ class Rounds:
         if self._replicas is not None:
             return False
         self._replicas = find_replicas(self._process_group)
-        if self._explores and self._replicas.size == 1:
+        if (self._local or any(h.diverges for h in self._hyperparameters)) and self._replicas.size == 1:
             warnings.warn(
                 "there is one replica only, so the spread has no effect and this is plain training; launch "
                 "several with torchrun and call torch.distributed.init_process_group() first",
                 stacklevel=2,
             )
-        self._single = not self.diverges
-        self.dealt = self._deal(self._replicas)
+        self._deal_again()
         return True
 
     def count(self, steps: int) -> bool:
@@ -107,7 +113,7 @@ class Rounds:
         at = self.at
         at.step += steps
         at.step_in_round += steps
-        at.equal = self._single or (at.finished and at.equal)
+        at.equal = not self.diverges and (at.equal or not at.finished)
         return at.step_in_round >= self._interval or self.over
 
     @property
@@ -160,15 +166,24 @@ class Rounds:
     def _deal_again(self) -> None:
         if self._replicas is not None:
             self.dealt = self._deal(self._replicas)
+            self._diverges = self._find_out()
+
+    def _find_out(self) -> bool:
+        if self.at.finished or self.replicas.size == 1:
+            return False
+        return self._local or bool(self._explored())
 
     def _deal(self, replicas: Replicas) -> dict[str, tuple[float, ...]]:
-        plain = (1.0,) * replicas.size
-        return {
-            h.name: plain
-            if self.at.finished or not h.diverges
-            else deal(replicas.size, self._seed, self.at.round, h.name, h.spread, h.ladder)
-            for h in self._hyperparameters
-        }
+        dealt = {h.name: (1.0,) * replicas.size for h in self._hyperparameters}
+        rows = [(h.name, h.spread, h.ladder) for h in self._explored()]
+        if rows and not self.at.finished:
+            dealt |= deal_round(replicas.size, self._seed, self.at.round, rows, self._design)
+        return dealt
+
+    def _explored(self) -> list[Hyperparameter]:
+        """What the replicas try different values of in this round."""
+        began = self.at.step - self.at.step_in_round
+        return [h for h in self._hyperparameters if h.diverges and began < self._until.get(h.name, began + 1)]
 
 
 def _warn_unfinished(at: Progress) -> None:

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from hdet.controllers.evidence import words
 from hdet.controllers.report import Controller, Report, State, check_state
+
+
+_SHOWN = ("estimate", "error")
+
+
+class Confidence(NamedTuple):
+    """What a controller knows of a hyperparameter; see `hdet.HyperparameterRecord`."""
+
+    memory: dict[str, float]
+    estimate: float | None
+    error: float | None
+    finding: str
 
 
 class Steering:
@@ -34,6 +47,14 @@ class Steering:
             name: dict(entry) if self.act else {**entry, "scale": before[name]} for name, entry in proposed.items()
         }
         return {name: entry["scale"] for name, entry in proposed.items()}
+
+    def confidence(self, name: str) -> Confidence:
+        """What the controller knows of a hyperparameter, and how well."""
+        memory = {key: value for key, value in self._state[name].items() if key not in ("scale", *_SHOWN)}
+        if not all(key in self._state[name] for key in _SHOWN):
+            return Confidence(memory, None, None, "")
+        estimate, error = (self._state[name][key] for key in _SHOWN)
+        return Confidence(memory, estimate, error, words(name, self._state[name]["scale"], estimate, error))
 
     def state_dict(self) -> State:
         """The controller's state: numbers by name."""

@@ -1,0 +1,136 @@
+"""Dropout, attributes and scalars: written when the slots are dealt, read by the forward pass."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import hdet
+from hdet.in_forward import InForward
+
+
+class Attention(nn.Module):
+    def __init__(self, temperature):
+        super().__init__()
+        self.temperature = temperature
+
+    def forward(self, x):
+        return torch.softmax(x / self.temperature, -1)
+
+
+def test_an_attribute_is_written_and_restored():
+    layer = Attention(0.5)
+    h = hdet.attribute(layer, "temperature", spread=0.2)
+    h.write(2.0, 1.1)
+    assert layer.temperature == pytest.approx(1.1)
+    assert list(h.bases()) == [0.5]
+    h.restore()
+    assert layer.temperature == 0.5
+
+
+def test_a_value_that_somebody_else_writes_is_a_new_base():
+    layer = Attention(0.5)
+    h = hdet.attribute(layer, "temperature", spread=0.2)
+    h.write(2.0, 1.0)
+    layer.temperature = 0.7
+    assert list(h.bases()) == [0.7]
+    h.write(2.0, 1.0)
+    assert layer.temperature == pytest.approx(1.4)
+
+
+def test_a_buffer_is_changed_in_place_and_not_averaged():
+    layer = nn.Module()
+    layer.register_buffer("temperature", torch.tensor(0.5))
+    held = layer.temperature
+    h = hdet.attribute(layer, "temperature", spread=0.2)
+    h.write(3.0, 1.0)
+    assert layer.temperature is held
+    assert held.item() == 1.5
+    assert list(h.bases()) == [0.5]
+    assert h.tensors() == [held]
+
+
+def test_several_modules_share_one_scale():
+    layers = nn.ModuleList([Attention(0.5), Attention(1.0)])
+    h = hdet.attribute(layers, "temperature", spread=0.2)
+    h.write(2.0, 1.0)
+    assert [layer.temperature for layer in layers] == [1.0, 2.0]
+
+
+def test_dropout_finds_every_layer_that_drops():
+    model = nn.Sequential(
+        nn.Dropout(0.1), nn.Dropout(0.0), nn.Dropout2d(0.2), nn.MultiheadAttention(4, 2, dropout=0.3),
+        nn.LSTM(4, 4, 2, dropout=0.4), nn.AlphaDropout(0.5),
+    )  # fmt: skip
+    h = hdet.dropout(model)
+    assert list(h.bases()) == [0.1, 0.2, 0.3, 0.4, 0.5]
+    h.write(1e9, 1.0)
+    assert all(0 <= x <= 0.95 for x in (model[0].p, model[2].p, model[3].dropout, model[4].dropout))
+    assert model[1].p == 0.0
+    h.restore()
+    assert list(h.bases()) == [0.1, 0.2, 0.3, 0.4, 0.5]
+
+
+def test_what_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="dropout layer"):
+        hdet.dropout(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"Linear\.heat must be a number"):
+        hdet.attribute(nn.Linear(2, 2), "heat")
+    with pytest.raises(TypeError, match="trained"):
+        hdet.attribute(nn.Linear(1, 1), "bias")
+    with pytest.raises(ValueError, match="at least one"):
+        hdet.attribute([], "heat")
+
+
+def test_a_scalar_shows_the_value_and_a_tensor_that_follows_it():
+    smoothing = hdet.scalar("label_smoothing", 0.1, bounds=(0, 0.5), spread=0.5)
+    tensor = smoothing.tensor()
+    smoothing.write(2.0, 1.0)
+    assert smoothing.value == pytest.approx(0.5 / 3)  # the odds 0.1 : 0.4, doubled
+    assert smoothing.tensor() is tensor
+    assert tensor.item() == pytest.approx(smoothing.value)
+    smoothing.set_base(0.2)
+    assert list(smoothing.bases()) == [0.2]
+
+
+def compiles(change, steps=12, dropout=False):
+    """How often a model is compiled while `change` changes it before each call."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), Attention(0.5))
+    model[2].register_buffer("scale", torch.tensor(1.0))
+    compiled = torch.compile(model, backend="aot_eager")
+    explored: InForward = change(compiled)
+    for step in range(steps):
+        explored.write(1.0 + step / 100, 1.0)
+        compiled(torch.randn(2, 4)).sum().backward()
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(
+    ("change", "most"),
+    [
+        (lambda m: hdet.attribute(m._orig_mod[2], "scale"), 1),
+        (lambda m: hdet.attribute(m._orig_mod[2], "temperature"), 2),
+        (hdet.dropout, 1),
+    ],
+)
+def test_a_compiled_model_is_not_compiled_again_every_round(change, most):
+    assert compiles(change) <= most
+
+
+def test_torch_itself_compiles_for_every_probability():
+    """What the tensor is for: if this fails, torch has learnt it and `compiled` can go."""
+    assert compiles(lambda m: hdet.dropout(m, compiled=False)) > 4
+
+
+def test_dropout_read_from_a_tensor_drops_and_keeps_the_mean():
+    model = torch.compile(nn.Sequential(nn.Dropout(0.5)), backend="eager")
+    h = hdet.dropout(model)
+    h.write(1 / 3, 1.0)  # odds 1 : 3
+    torch.manual_seed(0)
+    out = model(torch.ones(100_000))
+    assert (out == 0).float().mean().item() == pytest.approx(0.25, abs=0.01)
+    assert out.mean().item() == pytest.approx(1.0, abs=0.01)
+    model.eval()
+    assert model(torch.ones(4)).tolist() == [1.0] * 4

@@ -1,0 +1,118 @@
+"""The outer step: a part of the way, in place, with and without fan-out."""
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+
+import hdet
+from processes import run
+
+
+def model_and_optimizer(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 1)
+    return model, optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(model, optimizer, ensemble, steps, first=0, after=None):
+    for step in range(first, first + steps):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if ensemble is not None:
+            ensemble.step(loss)
+        if after is not None:
+            after(step + 1)
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def test_half_a_round_is_taken_and_the_last_one_whole():
+    model, optimizer = model_and_optimizer()
+    twin, twin_optimizer = model_and_optimizer()
+    ensemble = hdet.Ensemble(
+        optimizer, [hdet.learning_rate(optimizer, spread=0.0)], total_steps=12, interval=5, outer_step=0.5
+    )
+    found = train(model, optimizer, ensemble, 12)
+    for length, first in ((5, 0), (5, 5), (2, 10)):
+        start = nn.utils.parameters_to_vector(twin.parameters()).detach().clone()
+        end = train(twin, twin_optimizer, None, length, first)
+        if first < 10:
+            nn.utils.vector_to_parameters(start + 0.5 * (end - start), twin.parameters())
+    torch.testing.assert_close(found, nn.utils.parameters_to_vector(twin.parameters()).detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_an_outer_step_of_one_is_plain_training():
+    model, optimizer = model_and_optimizer()
+    twin, twin_optimizer = model_and_optimizer()
+    rates = [hdet.learning_rate(optimizer, spread=0.0)]
+    ensemble = hdet.Ensemble(optimizer, rates, total_steps=12, interval=5, outer_step=1.0)
+    assert torch.equal(train(model, optimizer, ensemble, 12), train(twin, twin_optimizer, None, 12))
+
+
+@pytest.mark.parametrize("amount", [0.0, -1.0, 1.5, float("nan")])
+def test_what_is_no_part_of_a_step_is_refused(amount):
+    _, optimizer = model_and_optimizer()
+    with pytest.raises(ValueError, match="outer_step must lie in"):
+        hdet.Ensemble(optimizer, total_steps=10, outer_step=amount)
+
+
+@pytest.mark.parametrize("stop", [3, 5, 7])
+def test_resume_equals_uninterrupted(stop):
+    def make():
+        model, optimizer = model_and_optimizer()
+        rates = [hdet.learning_rate(optimizer, spread=0.0)]
+        return model, optimizer, hdet.Ensemble(optimizer, rates, total_steps=12, interval=5, outer_step=0.5)
+
+    whole = train(*make(), 12)
+    model, optimizer, ensemble = make()
+    train(model, optimizer, ensemble, stop)
+    saved = model.state_dict(), optimizer.state_dict(), ensemble.state_dict()
+    model, optimizer, ensemble = make()
+    ensemble.load_state_dict(saved[2])
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert torch.equal(train(model, optimizer, ensemble, 12 - stop, stop), whole)
+
+
+def _with_and_without_fan_out(rank, size):
+    from torch.profiler import profile
+
+    sent = {}
+    for spread in (0.0, 0.3):
+        model, optimizer = model_and_optimizer()
+        model = DistributedDataParallel(model)
+        rates = [hdet.learning_rate(optimizer, spread=spread)]
+        ensemble = hdet.Ensemble(optimizer, rates, total_steps=20, interval=5, outer_step=0.5, model=model)
+        train(model, optimizer, ensemble, 2)
+        with profile() as profiled:
+            end = train(model, optimizer, ensemble, 18, 2)
+        names = [event.key for event in profiled.key_averages() for _ in range(event.count)]
+        sent[spread] = sum("all_gather" in n or "allgather" in n for n in names), end
+        ensemble.close()
+    return sent
+
+
+def test_without_fan_out_it_sends_nothing_and_replicas_end_equal():
+    found = run(_with_and_without_fan_out, 2)
+    for spread in (0.0, 0.3):
+        assert torch.equal(found[0][spread][1], found[1][spread][1])
+    assert found[0][0.0][0] == 0
+    assert found[0][0.3][0] > 0
+
+
+def test_the_drop_in_takes_it_too():
+    model, optimizer = model_and_optimizer()
+    scheduler = hdet.OneCycleAutoLR(optimizer, 0.1, total_steps=10, model_sync_interval=5, outer_step=0.5)
+    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    for step in range(5):
+        (model(torch.ones(1, 3)) - 1).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 4:
+            whole = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        scheduler.step()
+    after = nn.utils.parameters_to_vector(model.parameters()).detach()
+    torch.testing.assert_close(after, (before + whole) / 2)
