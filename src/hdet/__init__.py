@@ -3,7 +3,7 @@
 Read `hdet.ensemble` first: its `step()` is the protocol.
 """
 
-from hdet.controllers import Controller, Fixed, Observation, Report, Softmax
+from hdet.controllers import Auto, Controller, Fixed, LineSearch, Observation, Plan, Report, Slope, Softmax
 from hdet.ensemble import Ensemble
 from hdet.hyperparameter import Hyperparameter
 from hdet.in_forward import Scalar, attribute, dropout, scalar
@@ -17,17 +17,21 @@ from hdet.warm_init import warm_init
 __version__ = "0.1.0"
 
 __all__ = [
+    "Auto",
     "Controller",
     "Ensemble",
     "Fixed",
     "Hyperparameter",
     "HyperparameterRecord",
+    "LineSearch",
     "Observation",
     "OneCycleAutoLR",
+    "Plan",
     "ReplicaError",
     "Report",
     "RoundRecord",
     "Scalar",
+    "Slope",
     "Softmax",
     "attribute",
     "data_parallel",

@@ -10,7 +10,11 @@ from hdet.controllers.report import Report, State
 
 @dataclass(frozen=True)
 class Fixed:
-    """Leave every scale at 1."""
+    """Leave every scale at 1.
+
+    It finds nothing, so its state has no `estimate` and no `error`: what a scale is off by depends on the rule that is
+    to move it. To see what another controller would find while nothing moves, use that one with `act=False`.
+    """
 
     needs_score = False
 

@@ -37,6 +37,17 @@ class Observation:
     peak: float | None = None
     limits: tuple[float, float] = (0.0, math.inf)
 
+    @property
+    def explored(self) -> bool:
+        """Whether the replicas had different values: not where it was not its turn, nor at a base of 0."""
+        return self.base > 0 and min(self.multipliers) != max(self.multipliers)
+
+    def bounded(self, scale: float, max_scale: float) -> float:
+        """`scale` within its limits and within a factor of `max_scale`, its center not below the floor."""
+        lowest = min(1.0, self.floor / self.next_base) if self.next_base > 0 else 0.0
+        low, high = max(self.limits[0], lowest, 1 / max_scale), min(self.limits[1], max_scale)
+        return min(max(scale, low), high)
+
 
 @dataclass(frozen=True)
 class Report:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hdet.arguments import Rule, check_number
+from hdet.controllers.evidence import NOTHING, new_mean, new_scatter, standard_error
 from hdet.controllers.report import Observation, Report, State
 
 RULES = {
@@ -34,6 +35,10 @@ class Softmax:
     score is not finite are left out. The center stays between its hyperparameter's floor and `max_scale`
     times the schedule; at either limit a velocity that points outwards is dropped.
 
+    Its confidence: in each round the replicas vote for the factor exp(sum_r (w_r - 1/N) log rho_r) on the center, rho_r
+    being their multipliers. `estimate` is the mean logarithm of that, with the weights that `momentum` gives to past
+    rounds, and `error` its standard error. It cannot be larger than the spread: the vote is among what was tried.
+
     Args:
         temperature: the loss difference that makes the odds e to 1; sigma in the paper.
         step_size: how much of the velocity is taken; lambda in the paper.
@@ -42,8 +47,8 @@ class Softmax:
         max_scale: the center is at most this many times the schedule.
 
     >>> controller = Softmax(temperature=0.1)
-    >>> controller.init(["learning_rate"])
-    {'learning_rate': {'scale': 1.0, 'velocity': 0.0}}
+    >>> controller.init(["learning_rate"])["learning_rate"]
+    {'scale': 1.0, 'velocity': 0.0, 'rounds': 0.0, 'scatter': 0.0, 'estimate': 0.0, 'error': inf}
     """
 
     temperature: float = 0.002
@@ -60,7 +65,7 @@ class Softmax:
 
     def init(self, names: Sequence[str]) -> State:
         """Every scale is 1, every velocity (relative to the base) is 0."""
-        return {name: {"scale": 1.0, "velocity": 0.0} for name in names}
+        return {name: {"scale": 1.0, "velocity": 0.0, "rounds": 0.0, "scatter": 0.0, **NOTHING} for name in names}
 
     def update(self, state: State, report: Report) -> State:
         """The scales and velocities after one full round."""
@@ -91,4 +96,16 @@ class Softmax:
         limited = min(max(moved, lowest), self.max_scale)
         if limited <= 0.0:  # no floor: halve instead of reaching 0
             limited = scale / 2
-        return {"scale": limited, "velocity": velocity if limited == moved else 0.0}
+        found = self._confidence(entry, seen, excess)
+        return {**entry, **found, "scale": limited, "velocity": velocity if limited == moved else 0.0}
+
+    def _confidence(self, entry: dict[str, float], seen: Observation, excess: Sequence[float]) -> dict[str, float]:
+        """The entries `rounds`, `scatter`, `estimate` and `error` with this round's vote; none if there was no vote."""
+        if not seen.explored or min(seen.multipliers) <= 0 or not any(excess):
+            return {}
+        vote = sum(e * math.log(m) for e, m in zip(excess, seen.multipliers, strict=True))
+        rounds, mean = entry["rounds"] + 1, entry["estimate"]
+        after = new_mean(mean, vote, rounds, self.momentum)
+        scatter = new_scatter(entry["scatter"], vote, mean, after, self.momentum)
+        error = standard_error(scatter, rounds, self.momentum)
+        return {"rounds": rounds, "scatter": scatter, "estimate": after, "error": error}

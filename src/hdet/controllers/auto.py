@@ -1,0 +1,125 @@
+"""The controller of choice: for each hyperparameter what finds it, as far as anything does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from hdet.arguments import Rule, check_count, check_number
+from hdet.controllers.line_search import LineSearch
+from hdet.controllers.report import Plan, Report, State
+from hdet.controllers.slope import Slope
+
+_RULES = {
+    "short": Rule(lambda x: 0 <= x < math.inf, "be at least 0, a number of optimizer steps", "1000"),
+    "outer_step": Rule(lambda x: 0 < x <= 1, "lie in (0, 1]", "0.5"),
+}
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Learning rates by a line search in short runs and before the run in long ones; everything else by slopes.
+
+    - Learning rates (`learning_rate`, and `learning_rate/...` by parameter group) in a run of at most `short` steps:
+      the neutral `LineSearch`.
+    - Learning rates in longer runs, and in runs of unknown length: found before the first step, then left to the
+      schedule. They are not fanned out, and converge takes an outer step. Late in a long run a round says nothing
+      about the rate.
+    - Every other hyperparameter: `Slope`.
+
+    Designs: the line search is right only for what varied alone. So when a short run explores a learning rate together
+    with anything else, they take turns: each round explores one hyperparameter, and only that one's controller learns
+    from it, because to the others nothing varied. In long runs only slopes are left; they share every round,
+    orthogonally.
+
+    Args:
+        line_search: what moves learning rates in short runs.
+        slope: what moves the others.
+        short: the most steps of a short run.
+        outer_step: how much of a round's way is taken at converge in long runs with a learning rate.
+        interval: optimizer steps per round that it asks for there.
+
+    >>> Auto().plan(["learning_rate", "weight_decay"], 800).design
+    'turns'
+    >>> Auto().plan(["learning_rate"], 8000).finds
+    True
+    """
+
+    line_search: LineSearch = field(default_factory=LineSearch)
+    slope: Slope = field(default_factory=Slope)
+    short: int = 1000
+    outer_step: float = 0.5
+    interval: int = 10
+
+    needs_score = False
+    needs_probe = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.line_search, LineSearch):
+            raise TypeError(f"line_search must be a LineSearch, got {self.line_search!r}; write LineSearch()")
+        if not isinstance(self.slope, Slope):
+            raise TypeError(f"slope must be a Slope, got {self.slope!r}; write Slope()")
+        for name, rule in _RULES.items():
+            check_number(name, getattr(self, name), rule)
+        check_count("interval", self.interval)
+
+    def plan(self, names: Sequence[str], total_steps: int | None) -> Plan:
+        """What was picked for each hyperparameter, and the rounds that this needs."""
+        rates, others = _rates(names), _others(names)
+        slope = self.slope.plan(others, total_steps)
+        if not rates:
+            return slope
+        if self._is_short(total_steps):
+            search = self.line_search.plan(rates, total_steps)
+            why = f"; a run of {total_steps} steps is short enough for that (at most {self.short})"
+            return replace(
+                search,
+                design="turns" if len(names) > 1 else search.design,
+                why={**{name: search.why[name] + why for name in rates}, **slope.why},
+            )
+        length = "a run of unknown length" if total_steps is None else f"a run of {total_steps} steps"
+        why = (
+            f"found before the first step, then left to the schedule: in {length} most rounds say nothing about the "
+            f"rate (the line search is for at most {self.short}); converge takes {self.outer_step:g} of each round's "
+            "way, which forgives a high rate"
+        )
+        return replace(
+            slope,
+            interval=self.interval,
+            outer_step=self.outer_step,
+            until=dict.fromkeys(rates, 0),
+            finds=True,
+            why={**dict.fromkeys(rates, why), **slope.why},
+        )
+
+    def init(self, names: Sequence[str]) -> State:
+        """The entries of `LineSearch` for learning rates, those of `Slope` for the others."""
+        entries = {**self.line_search.init(_rates(names)), **self.slope.init(_others(names))}
+        return {name: entries[name] for name in names}
+
+    def update(self, state: State, report: Report) -> State:
+        """The state after one full round, each part by its own controller."""
+        moved = dict(state)
+        if self._is_short(report.total_steps):
+            moved.update(_delegate(self.line_search, _rates(list(state)), state, report))
+        moved.update(_delegate(self.slope, _others(list(state)), state, report))
+        return moved
+
+    def _is_short(self, total_steps: int | None) -> bool:
+        return total_steps is not None and total_steps <= self.short
+
+
+def _delegate(controller: LineSearch | Slope, names: Sequence[str], state: State, report: Report) -> State:
+    """What `controller` makes of its own hyperparameters, as if there were no others."""
+    own = replace(report, observations={name: report.observations[name] for name in names})
+    return controller.update({name: state[name] for name in names}, own)
+
+
+def _rates(names: Sequence[str]) -> list[str]:
+    return [name for name in names if name == "learning_rate" or name.startswith("learning_rate/")]
+
+
+def _others(names: Sequence[str]) -> list[str]:
+    rates = set(_rates(names))
+    return [name for name in names if name not in rates]
