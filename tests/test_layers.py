@@ -9,7 +9,8 @@ import hdet
 SOURCE = pathlib.Path(hdet.__file__).parent
 MAY_IMPORT = {
     "arguments": set(),
-    "assignment": {"arguments"},
+    "hadamard": set(),
+    "assignment": {"arguments", "hadamard"},
     "score": set(),
     "hooks": set(),
     "record": set(),
