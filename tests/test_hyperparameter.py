@@ -81,7 +81,7 @@ def test_bases_of_zero_do_not_stand_for_the_others():
         ({"bounds": (1, 0)}, "low < high"),
         ({"bounds": (0, 0.05)}, "outside its bounds"),
         ({"coordinate": "logit"}, "two finite bounds"),
-        ({"coordinate": "log", "bounds": (-1, 1)}, "coordinate=\"linear\""),
+        ({"coordinate": "log", "bounds": (-1, 1)}, 'coordinate="linear"'),
         ({"coordinate": "linear", "unit": 0.0}, "unit"),
         ({"coordinate": "square"}, "coordinate"),
         ({"spread": 1.0}, "spread"),

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from processes import run
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
-from processes import run
 
 
 def model_and_optimizer(seed=0):
@@ -77,7 +77,7 @@ def test_resume_equals_uninterrupted(stop):
     assert torch.equal(train(model, optimizer, ensemble, 12 - stop, stop), whole)
 
 
-def _with_and_without_fan_out(rank, size):
+def _with_and_without_fan_out():
     from torch.profiler import profile
 
     sent = {}

@@ -153,7 +153,7 @@ def check_gradients(
     if blind and acts:
         raise ValueError(
             f"{blind[0]} acts before the gradients are shared: with shared gradients every replica gets the same "
-            "weights whatever its value, so no controller can judge it. Write Ensemble(..., gradients=\"local\"), or "
+            'weights whatever its value, so no controller can judge it. Write Ensemble(..., gradients="local"), or '
             "controller=hdet.Fixed() to spread it without moving it"
         )
 

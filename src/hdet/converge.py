@@ -74,7 +74,8 @@ def module_tensors(also: Iterable[nn.Module | Tensor]) -> list[Tensor]:
 def optimizer_state(optimizers: Iterable[Optimizer], explored: Iterable[str], local: bool = False) -> list[Tensor]:
     """The optimizer state that can differ between replicas when the group entries `explored` do.
 
-    With `local` gradients all of it can. Step counters are never averaged; neither is anything that does not live beside its parameter.
+    With `local` gradients all of it can. Step counters are never averaged; neither is anything that does not live
+    beside its parameter.
     """
     keys = set(explored)
     return [

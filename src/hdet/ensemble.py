@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -107,6 +106,7 @@ class Ensemble:
         self._hyperparameters = flatten(
             [learning_rate(self._optimizers)] if hyperparameters is None else hyperparameters
         )
+        checks.check_hyperparameters(self._hyperparameters, self._optimizers)
         self._explored = [h for h in self._hyperparameters if h.diverges]
         self._local = gradients == "local"
         controller = Fixed() if controller is None else controller
@@ -151,7 +151,6 @@ class Ensemble:
     def _check(
         self, controller: Controller, probe: object, gradients: Gradients, model: nn.Module | None, act: bool
     ) -> None:
-        checks.check_hyperparameters(self._hyperparameters, self._optimizers)
         checks.check_model(model, self._optimizers)
         checks.check_controller(controller)
         checks.check_gradients(gradients, self._explored, model, act and not isinstance(controller, Fixed))
@@ -356,8 +355,7 @@ class Ensemble:
     def _begin_round(self) -> None:
         self._set()
         self._trained = {id(p) for p in averaging.parameters(self._optimizers)}
-        self._opened = False
-        self._fan_out.ready = not (self._outer.active or self._judge.probes)
+        self._fan_out.ready = self._opened or not (self._outer.active or self._judge.probes)
 
     def _open_round(self) -> None:
         """Before the first step of a round, while all replicas hold the same weights: note where they begin."""
@@ -390,6 +388,7 @@ class Ensemble:
         self._outer.take()
         self._judge.reset()
         self._rounds.next_round()
+        self._opened = False
         self._begin_round()
         self._clock = time.perf_counter()
         if self._rounds.over:
@@ -437,7 +436,7 @@ class Ensemble:
             self.seed, self.interval, self.total_steps, self._steering.act, controller, self._local,
             self._outer.amount, self.design,
         ]  # fmt: skip
-        numbers = self._judge.end(self._rounds.at.round, full, collective_device(tensors))
+        numbers = self._judge.end(self._rounds.at.round, full, self.replicas, collective_device(tensors))
         layout = averaging.layout(tensors)
         step = self._rounds.at.step
         table = guard.agree(self.replicas, step, layout, options, self._hyperparameters, numbers)

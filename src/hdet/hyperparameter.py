@@ -87,7 +87,7 @@ class Hyperparameter:
         moved = self._move(base, scale)
         if scale < 1.0 and self.floor > 0.0:
             if isinstance(base, Tensor):
-                return torch.maximum(moved, base.clamp(max=self.floor))  # type: ignore[call-overload, no-any-return]
+                return torch.maximum(moved, base.clamp(max=self.floor))  # type: ignore[return-value, arg-type]
             moved = max(moved, min(base, self.floor))  # type: ignore[assignment]
         return self._bounded(moved)
 
@@ -128,14 +128,16 @@ class Hyperparameter:
 
 def check_scalar(h: Hyperparameter) -> None:
     """Raise if spread, coordinate, bounds and the bases of `h` do not fit each other."""
-    check_spread(h.spread, h.ladder, name=f"spread of {h.name}")
+    check_spread(h.spread, h.ladder)
     low, high = h.bounds
     if not low < high:
         raise ValueError(f"bounds of {h.name} must be (low, high) with low < high, got {h.bounds}; for example (0, 1)")
     if h.coordinate not in ("linear", "log", "logit"):
         raise ValueError(f'coordinate of {h.name} must be "linear", "log" or "logit", got {h.coordinate!r}')
     if h.coordinate == "logit" and not (math.isfinite(low) and math.isfinite(high)):
-        raise ValueError(f"the logit coordinate of {h.name} needs two finite bounds, got {h.bounds}; for example (0, 1)")
+        raise ValueError(
+            f"the logit coordinate of {h.name} needs two finite bounds, got {h.bounds}; for example (0, 1)"
+        )
     if h.coordinate == "log" and low < 0:
         raise ValueError(
             f"the log coordinate of {h.name} needs bounds of 0 or more, got {h.bounds}; for values that may be "

@@ -175,18 +175,19 @@ def dropout(
     return made
 
 
-def _read_from_tensor(module: nn.Dropout) -> nn.Dropout:
-    """Let the layer read its probability from a tensor, so that one compiled graph serves them all."""
-    like = next(module.parameters(), None)
-    module.hdet_p = torch.tensor(float(module.p), device=None if like is None else like.device)
-    module.forward = _tensor_dropout.__get__(module)  # type: ignore[method-assign]
+def _read_from_tensor(module: Any) -> Any:
+    """Let a dropout layer read its probability from a tensor, so that one compiled graph serves them all."""
+    module.hdet_p = torch.tensor(float(module.p))
+    module.forward = _tensor_dropout.__get__(module)
     return module
 
 
-def _tensor_dropout(module: nn.Dropout, x: Tensor) -> Tensor:
+def _tensor_dropout(module: Any, x: Tensor) -> Tensor:
     if not module.training:
         return x
-    p: Tensor = module.hdet_p.to(x.device)  # type: ignore[union-attr, operator, assignment]
+    if module.hdet_p.device != x.device:  # once, as the layer has no parameters to tell its device by
+        module.hdet_p = module.hdet_p.to(x.device)
+    p: Tensor = module.hdet_p
     return x * (torch.rand_like(x) >= p) / (1 - p)
 
 

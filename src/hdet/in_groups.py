@@ -158,7 +158,7 @@ def momentum(
     return _placed(about, optimizer, per_group)
 
 
-def _placed(about: InGroups, optimizer: Any, per_group: bool) -> Any:
+def _placed(about: InGroups, optimizer: Any, per_group: bool) -> InGroups | list[InGroups]:
     """`about` in the groups of `optimizer`: one, or one for each group."""
     several = isinstance(optimizer, Sequence)
     optimizers = tuple(unwrap(o) for o in (optimizer if isinstance(optimizer, Sequence) else (optimizer,)))

@@ -67,13 +67,13 @@ class Judge:
             self._start = torch.stack([_scalar(self._call(index)), torch.ones((), dtype=torch.float64)])
         self.seconds += time.perf_counter() - began
 
-    def end(self, index: int, full: bool, device: torch.device) -> Tensor:
+    def end(self, index: int, full: bool, replicas: Replicas, device: torch.device) -> Tensor:
         """This replica's numbers for the others, a float64 vector on `device`; scores the weights of a full round."""
         began = time.perf_counter()
         vector = torch.full((_NUMBERS,), math.nan, dtype=torch.float64, device=device)
         vector[0] = self.score.mean(device)
         if full and isinstance(self._probe, Probe) and self._model is not None:
-            vector[1] = self._probe.score(self._model, index)
+            vector[1] = self._probe.score(self._model, index, replicas)
         elif full and self._probe is not None:
             vector[1] = _scalar(self._call(index))
         if self._start is not None:

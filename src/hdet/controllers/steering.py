@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from hdet.controllers.evidence import words
 from hdet.controllers.report import Controller, Report, State, check_state
 
-
 _SHOWN = ("estimate", "error")
 
 
