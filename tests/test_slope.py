@@ -154,6 +154,13 @@ def test_a_probe_is_preferred_and_its_plan():
     assert (plan.design, plan.interval, dict(plan.until), plan.finds) == ("orthogonal", None, {}, False)
 
 
+def test_no_step_size_overflows():
+    for sign, end in ((1, 1e-6), (-1, 1e6)):
+        controller = hdet.Slope(step_size=1e9)
+        after = controller.update(controller.init(["h"]), report([0.0, sign], {"h": [0.5, 2.0]}))
+        assert after["h"]["scale"] == pytest.approx(end)
+
+
 def test_a_base_of_zero_is_left_alone():
     controller = hdet.Slope()
     state = controller.init(["h"])

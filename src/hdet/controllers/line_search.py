@@ -18,7 +18,7 @@ _RULES = {
     "active": Rule(lambda x: 0 <= x <= 1, "lie in [0, 1], the part of the run in which it acts", "0.5"),
     "smoothing": Rule(lambda x: 0 <= x < 1, "lie in [0, 1)", "0.8"),
     "step_size": Rule(lambda x: 0 <= x < math.inf, "be at least 0 and finite", "0.5"),
-    "max_step": Rule(lambda x: 0 < x < math.inf, "be positive and finite", "0.5"),
+    "max_step": Rule(lambda x: 0 < x <= 10, "lie in (0, 10]", "0.5"),
     "reach": Rule(lambda x: 1 < x < math.inf, "be more than 1 and finite", "1000.0"),
     "max_scale": Rule(lambda x: 1 <= x < math.inf, "be at least 1 and finite", "1e6"),
 }
