@@ -1,5 +1,9 @@
+import copy
+import json
 import math
+import pathlib
 import random
+import re
 
 import pytest
 
@@ -140,3 +144,185 @@ def test_bad_options(bad):
 def test_a_state_of_other_hyperparameters_or_controllers_is_refused(bad):
     with pytest.raises(ValueError, match="saved"):
         check_state(bad, hdet.Softmax().init(["lr"]))
+
+
+# One table of invariants for every controller, a user's own included: the one in docs/controllers.md.
+
+DOCS = (pathlib.Path(__file__).parent.parent / "docs" / "controllers.md").read_text()
+OWN: dict = {}
+exec(re.search(r"```python\n(.*?)```", DOCS, flags=re.S).group(1), OWN)
+
+NAMES = ["learning_rate", "weight_decay"]
+CONTROLLERS = {
+    "softmax": hdet.Softmax(temperature=0.1),
+    "fixed": hdet.Fixed(),
+    "neutral": hdet.LineSearch(),
+    "greedy": hdet.LineSearch(target="greedy"),
+    "slope": hdet.Slope(),
+    "evidence": hdet.Slope(evidence=2.0, anneal=False),
+    "auto": hdet.Auto(),
+    "auto, long": hdet.Auto(short=0),
+    "own": OWN["TowardsTheBest"](),
+}
+MOVING = {key: value for key, value in CONTROLLERS.items() if key != "fixed"}
+SIZES = [2, 3, 4, 8, 64]
+
+
+def table(controllers):
+    return pytest.mark.parametrize("controller", list(controllers.values()), ids=list(controllers))
+
+
+def dealt(rng, size):
+    """Multipliers of both hyperparameters: wide ladders, in any order."""
+    rungs = hdet.assignment.multipliers(size, 2.0, "log")
+    return {name: rng.sample(rungs, size) for name in NAMES}
+
+
+def full_report(scores, start, multipliers, step=100, base=1e-3, next_base=1e-3, peak=1e-3):
+    seen = {name: Observation(base, next_base, 0.0, tuple(m), peak) for name, m in multipliers.items()}
+    return Report(step, tuple(scores), seen, total_steps=1000, probe=tuple(scores), start=start)
+
+
+def rounds_of(seed, size, count):
+    """`count` random rounds: multipliers, scores around a valley in both, and the loss at the start."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        multipliers = dealt(rng, size)
+        pairs = zip(*multipliers.values(), strict=True)
+        scores = [2 - 0.3 * a + 0.2 * a * a + 0.1 * math.log(b) + rng.gauss(0, 0.03) for a, b in pairs]
+        yield scores, 2.0 + rng.gauss(0, 0.03), multipliers
+
+
+def run(controller, rounds, state=None):
+    state = controller.init(NAMES) if state is None else state
+    for step, (scores, start, multipliers) in enumerate(rounds):
+        state = controller.update(state, full_report(scores, start, multipliers, step=step))
+    return state
+
+
+def close(one, other, rel):
+    return all(one[name] == pytest.approx(other[name], rel=rel, abs=rel) for name in NAMES)
+
+
+@table(CONTROLLERS)
+@pytest.mark.parametrize("size", SIZES)
+def test_equal_scores_leave_every_scale_bit_for_bit(controller, size):
+    rng = random.Random(size)
+    rounds = [([value] * size, value, dealt(rng, size)) for value in (2.1, 0.0, -3.7, 1e-30, 1e30) for _ in range(10)]
+    state = run(controller, rounds)
+    assert all(state[name]["scale"] == 1.0 for name in NAMES)
+    assert all(state[name].get("estimate", 0.0) == 0.0 for name in NAMES)
+
+
+@table(CONTROLLERS)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_order_of_the_replicas_does_not_matter(controller, size):
+    rounds = list(rounds_of(size, size, 20))
+    rng = random.Random(0)
+    relabelled = []
+    for scores, start, multipliers in rounds:
+        order = rng.sample(range(size), size)
+        renamed = {name: [m[i] for i in order] for name, m in multipliers.items()}
+        relabelled.append(([scores[i] for i in order], start, renamed))
+    assert close(run(controller, relabelled), run(controller, rounds), 1e-12)
+
+
+@table(CONTROLLERS)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_constant_added_to_all_scores_does_not_matter(controller, size):
+    rounds = list(rounds_of(size, size, 20))
+    shifted = [([s + 5 for s in scores], start + 5, m) for scores, start, m in rounds]
+    assert close(run(controller, shifted), run(controller, rounds), 1e-9)
+
+
+@table(MOVING)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_scale_goes_where_the_scores_are_lower(controller, size):
+    rungs = hdet.assignment.multipliers(size, 2.0, "log")
+    for sign in (1, -1):
+        # 20 rounds with a little noise: enough for a controller that waits for evidence
+        rng = random.Random(size)
+        rounds = [
+            ([-sign * m + rng.gauss(0, 0.01) for m in rungs], 0.0, dict.fromkeys(NAMES, rungs)) for _ in range(20)
+        ]
+        state = run(controller, rounds)
+        for name in NAMES if controller != hdet.Auto(short=0) else ["weight_decay"]:
+            assert sign * (state[name]["scale"] - 1) > 0, name
+            assert sign * state[name].get("estimate", sign) > 0, name
+
+
+@table(CONTROLLERS)
+@pytest.mark.parametrize("size", SIZES)
+def test_update_is_pure(controller, size):
+    *before, last = rounds_of(size, size, 6)
+    state = run(controller, before)
+    kept, seen = copy.deepcopy(state), full_report(*last)
+    kept_report = copy.deepcopy(seen)
+    once, twice = controller.update(state, seen), controller.update(state, seen)
+    assert once == twice
+    assert (state, seen) == (kept, kept_report)
+    if not isinstance(controller, hdet.Fixed):
+        assert once != state
+
+
+@table(CONTROLLERS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("size", [3, 4, 8, 64])
+def test_scores_that_are_not_finite_are_left_out(controller, bad, size):
+    rounds = list(rounds_of(size, size - 1, 10))
+    with_bad = [
+        ([*scores, bad], start, {name: [*m, 1.9] for name, m in multipliers.items()})
+        for scores, start, multipliers in rounds
+    ]
+    assert close(run(controller, with_bad), run(controller, rounds), 1e-12)
+    nobody = [([bad] * size, 1.0, dealt(random.Random(0), size))]
+    assert run(controller, nobody) == controller.init(NAMES)
+
+
+@table(CONTROLLERS)
+@pytest.mark.parametrize("size", SIZES)
+def test_scales_stay_positive_and_finite(controller, size):
+    rng = random.Random(size)
+    state = controller.init(NAMES)
+    for step in range(500):
+        scores = [rng.choice([1e-12, 1.0, 1e12, 1e200]) * rng.gauss(0, 1) for _ in range(size)]
+        if step > 400:  # the wildest: what overflows when it is squared or subtracted
+            scores[rng.randrange(size)] = rng.choice([1.7e308, -1.7e308, math.nan, math.inf])
+        f, g = rng.uniform(1e-6, 1), rng.uniform(1e-6, 1)
+        state = controller.update(state, full_report(scores, rng.gauss(0, 1), dealt(rng, size), step, f, g, 1.0))
+        for entry in state.values():
+            assert 0 < entry["scale"] < math.inf
+            assert not any(math.isnan(value) for value in entry.values())
+
+
+@table(CONTROLLERS)
+def test_a_state_survives_saving(controller):
+    state = run(controller, rounds_of(0, 4, 3))
+    saved = json.loads(json.dumps(state))
+    assert check_state(saved, controller.init(NAMES)) == state
+    assert json.loads(json.dumps(controller.init(NAMES))) == controller.init(NAMES)
+
+
+@table({key: value for key, value in MOVING.items() if key != "own"})
+def test_a_hyperparameter_that_was_not_explored_keeps_its_estimate(controller):
+    state = run(controller, rounds_of(0, 4, 5))
+    scores, start, multipliers = next(rounds_of(1, 4, 1))
+    after = controller.update(state, full_report(scores, start, {**multipliers, "weight_decay": [1.0] * 4}))
+    keys = ["estimate", "error"] if isinstance(controller, hdet.Softmax) else list(state["weight_decay"])
+    assert [after["weight_decay"][key] for key in keys] == [state["weight_decay"][key] for key in keys]
+
+
+def test_limits_and_floors_are_kept():
+    rungs = hdet.assignment.multipliers(4, 2.0, "log")
+    for controller in (hdet.LineSearch(), hdet.Slope(step_size=1.0)):
+        for sign, limits, floor, end in (
+            (1, (0.5, 1.5), 0.0, 1.5),
+            (-1, (0.5, 1.5), 0.0, 0.5),
+            (-1, (0, 9), 8e-4, 0.8),
+        ):
+            state = controller.init(["lr"])
+            scores = tuple(-sign * m for m in rungs)
+            seen = {"lr": Observation(1e-3, 1e-3, floor, tuple(rungs), limits=limits)}
+            for _ in range(10):
+                state = controller.update(state, Report(1, scores, seen, probe=scores, start=0.0))
+            assert state["lr"]["scale"] == pytest.approx(end)

@@ -96,5 +96,5 @@ def _factor(factor: float) -> str:
 
 
 def _decimals(factor: float) -> int:
-    """Two, or as many as show three digits of a small factor."""
-    return max(2, 2 - math.floor(math.log10(factor))) if factor > 0 else 2
+    """Two, or as many as show two digits of a small factor."""
+    return max(2, 1 - math.floor(math.log10(factor))) if factor > 0 else 2

@@ -18,7 +18,7 @@ _RULES = {
     "active": Rule(lambda x: 0 <= x <= 1, "lie in [0, 1], the part of the run in which it acts", "0.5"),
     "smoothing": Rule(lambda x: 0 <= x < 1, "lie in [0, 1)", "0.8"),
     "step_size": Rule(lambda x: 0 <= x < math.inf, "be at least 0 and finite", "0.5"),
-    "max_step": Rule(lambda x: 0 < x < math.inf, "be positive and finite", "0.5"),
+    "max_step": Rule(lambda x: 0 < x <= 10, "lie in (0, 10]", "0.5"),
     "reach": Rule(lambda x: 1 < x < math.inf, "be more than 1 and finite", "1000.0"),
     "max_scale": Rule(lambda x: 1 <= x < math.inf, "be at least 1 and finite", "1e6"),
 }
@@ -43,7 +43,8 @@ class LineSearch:
     "greedy" target, which is short-sighted and ends with small rates. At R = 1/2 it went twice as far and neither
     gained nor lost: "neutral". While the schedule rises it will raise the rate by itself, so with f = base / peak
     d <- max(0, d + log f) if d > 0. When the step size changes by a factor q, A and B become A q and B q^2: the same
-    line, measured in new steps.
+    line, measured in new steps. A negative B does not grow that way: on a hill the scale rises by the most it may, and
+    with it B q^2 would outweigh all that later rounds can say, for good. `hills=True` lets it.
 
     The fit is right for a hyperparameter that varied alone, so several are explored in turns. In a round in which it
     was not explored a hyperparameter is left alone. Without `probe` and `start` in the report nothing changes.
@@ -57,6 +58,7 @@ class LineSearch:
         smoothing: how much of A and B is kept from round to round, in [0, 1).
         step_size: how much of d is taken in one round.
         max_step: the most that log(scale) moves in one round.
+        hills: let a negative B grow with the step size too, to compare with the plain formula; it can run away.
         reach: R is kept between 1 / reach and reach.
         max_scale: the scale is kept between 1 / max_scale and max_scale.
         interval: optimizer steps per round that it asks for.
@@ -70,6 +72,7 @@ class LineSearch:
     smoothing: float = 0.8
     step_size: float = 0.5
     max_step: float = 0.5
+    hills: bool = False
     reach: float = 1000.0
     max_scale: float = 1e6
     interval: int = 5
@@ -83,6 +86,8 @@ class LineSearch:
         for name, rule in _RULES.items():
             check_number(name, getattr(self, name), rule)
         check_count("interval", self.interval)
+        if not isinstance(self.hills, bool):
+            raise TypeError(f"hills must be True or False, got {self.hills!r}")
 
     def plan(self, names: Sequence[str], total_steps: int | None) -> Plan:
         """Short rounds, one hyperparameter at a time, in the active part of the run."""
@@ -138,7 +143,8 @@ class LineSearch:
         schedule has moved on, and the scale stayed if the ensemble only observes.
         """
         q = at / entry["at"] if entry["at"] > 0 else 1.0
-        carried = {"slope": entry["slope"] * q, "curvature": entry["curvature"] * q**2, "at": at}
+        grown = q**2 if self.hills or entry["curvature"] > 0 else min(q**2, 1.0)
+        carried = {"slope": entry["slope"] * q, "curvature": entry["curvature"] * grown, "at": at}
         return {**entry, **carried, "scatter": entry["scatter"] * q**2}
 
     def _averaged(self, entry: dict[str, float], a: float, b: float) -> dict[str, float]:

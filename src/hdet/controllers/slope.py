@@ -17,6 +17,7 @@ _RULES = {
     "evidence": Rule(lambda x: 0 <= x < math.inf, "be at least 0 and finite", "2.0"),
     "max_scale": Rule(lambda x: 1 <= x < math.inf, "be at least 1 and finite", "1e6"),
 }
+_MOST = 700.0  # exp() of more overflows
 _SINGULAR = 1e-9  # on a scale on which the pivot of an orthogonal design is 1
 
 
@@ -40,7 +41,7 @@ class Slope:
     error of the mean in the same units. So read "x1.8 +- 0.2" as a direction, and how clear it is.
 
     Args:
-        step_size: the most that log(scale) moves in one round.
+        step_size: how far log(scale) moves in a round when the slopes of all rounds agree.
         momentum: how much of the mean slope is kept from round to round, in [0, 1).
         smoothing: how much of the mean square is kept, in [0, 1).
         evidence: move only where the mean slope is more than this many standard errors from 0; 0 to move always.
@@ -106,7 +107,7 @@ class Slope:
             return after
         error = standard_error(scatter, rounds, self.momentum)
         after.update(estimate=-mean / rms, error=error / rms)
-        step = -step_size * mean / math.sqrt(square)
+        step = min(max(-step_size * mean / math.sqrt(square), -_MOST), _MOST)
         if step == 0.0 or (self.evidence and abs(mean) <= self.evidence * error):
             return after
         return {**after, "scale": seen.bounded(entry["scale"] * math.exp(step), self.max_scale)}

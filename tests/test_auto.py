@@ -1,0 +1,110 @@
+from dataclasses import replace
+
+import pytest
+
+import hdet
+from hdet.controllers import Observation, Report, check_state
+
+RUNGS = tuple(hdet.assignment.multipliers(4, 2.0, "log"))
+ONES = (1.0,) * 4
+GROUPS = ["learning_rate/0", "learning_rate/1"]
+
+
+def report(multipliers, total_steps, step=100):
+    probe = (1.0, 0.9, 0.85, 0.9)
+    seen = {name: Observation(1e-3, 1e-3, 0.0, m, 1e-3) for name, m in multipliers.items()}
+    return Report(step, probe, seen, total_steps, probe, 1.1)
+
+
+@pytest.mark.parametrize(
+    ("names", "total_steps", "interval", "outer_step", "design", "until", "finds"),
+    [
+        (["learning_rate"], 800, 5, 1.0, "permutations", {"learning_rate": 800}, False),
+        (["learning_rate"], 1000, 5, 1.0, "permutations", {"learning_rate": 1000}, False),
+        (["learning_rate"], 1001, 10, 0.5, "permutations", {"learning_rate": 0}, True),
+        (["learning_rate"], None, 10, 0.5, "permutations", {"learning_rate": 0}, True),
+        (["learning_rate", "momentum"], 800, 5, 1.0, "turns", {"learning_rate": 800}, False),
+        (["learning_rate", "momentum"], 8000, 10, 0.5, "permutations", {"learning_rate": 0}, True),
+        (["learning_rate", "a", "b"], 8000, 10, 0.5, "orthogonal", {"learning_rate": 0}, True),
+        (GROUPS, 800, 5, 1.0, "turns", dict.fromkeys(GROUPS, 800), False),
+        (GROUPS, 8000, 10, 0.5, "permutations", dict.fromkeys(GROUPS, 0), True),
+        (["weight_decay"], 800, None, 1.0, "permutations", {}, False),
+        (["weight_decay", "momentum"], 8000, None, 1.0, "orthogonal", {}, False),
+        (["learning_rates_of_all_kinds"], 800, None, 1.0, "permutations", {}, False),
+    ],
+)  # fmt: skip
+def test_the_plan(names, total_steps, interval, outer_step, design, until, finds):
+    plan = hdet.Auto().plan(names, total_steps)
+    assert (plan.interval, plan.outer_step, plan.design) == (interval, outer_step, design)
+    assert (dict(plan.until), plan.finds) == (until, finds)
+    assert set(plan.why) == set(names)
+
+
+def test_the_reasons_are_given_in_words():
+    short = hdet.Auto().plan(["learning_rate", "weight_decay"], 800).why
+    assert short["learning_rate"].startswith("line search (neutral)")
+    assert "800 steps" in short["learning_rate"]
+    assert short["weight_decay"].startswith("slopes")
+    assert "8000 steps" in hdet.Auto().plan(["learning_rate"], 8000).why["learning_rate"]
+    assert "unknown length" in hdet.Auto().plan(["learning_rate"], None).why["learning_rate"]
+
+
+def test_each_hyperparameter_is_moved_by_its_own_controller():
+    auto, names = hdet.Auto(), ["weight_decay", "learning_rate"]
+    seen = report(dict.fromkeys(names, RUNGS), 800)
+    after = auto.update(auto.init(names), seen)
+    assert list(after) == names
+    for name, controller in (("learning_rate", auto.line_search), ("weight_decay", auto.slope)):
+        alone = replace(seen, observations={name: seen.observations[name]})
+        assert after[name] == controller.update(controller.init([name]), alone)[name]
+        assert after[name]["scale"] != 1.0
+
+
+def test_in_turns_only_the_one_that_varied_is_moved():
+    auto, names = hdet.Auto(), ["learning_rate", "weight_decay"]
+    state = auto.init(names)
+    for turn, other in (names, names[::-1]):
+        after = auto.update(state, report({turn: RUNGS, other: ONES}, 800))
+        assert after[turn] != state[turn]
+        assert after[other] == state[other]
+
+
+@pytest.mark.parametrize("total_steps", [8000, None])
+def test_in_long_runs_learning_rates_are_left_to_the_schedule(total_steps):
+    auto, names = hdet.Auto(), ["learning_rate/0", "momentum"]
+    state = auto.init(names)
+    after = auto.update(state, report(dict.fromkeys(names, RUNGS), total_steps))
+    assert after["learning_rate/0"] == state["learning_rate/0"]
+    assert after["momentum"]["scale"] != 1.0
+
+
+def test_its_options_reach_their_controllers():
+    auto = hdet.Auto(hdet.LineSearch(interval=7), hdet.Slope(step_size=0.0), short=50, outer_step=0.7, interval=20)
+    names = ["learning_rate", "momentum"]
+    assert auto.plan(names, 50).interval == 7
+    long = auto.plan(names, 51)
+    assert (long.interval, long.outer_step) == (20, 0.7)
+    assert auto.update(auto.init(names), report(dict.fromkeys(names, RUNGS), 51))["momentum"]["scale"] == 1.0
+
+
+def test_its_state_is_checked_against_its_own():
+    auto = hdet.Auto()
+    state = auto.init(["learning_rate", "momentum"])
+    assert check_state(state, auto.init(["learning_rate", "momentum"])) == state
+    with pytest.raises(ValueError, match="saved"):
+        check_state(hdet.Slope().init(["learning_rate", "momentum"]), state)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        ({"line_search": hdet.Slope()}, TypeError),
+        ({"slope": None}, TypeError),
+        ({"short": -1}, ValueError),
+        ({"outer_step": 0.0}, ValueError),
+        ({"interval": 0}, ValueError),
+    ],
+)
+def test_bad_options(bad, error):
+    with pytest.raises(error, match=f"{next(iter(bad))} must"):
+        hdet.Auto(**bad)

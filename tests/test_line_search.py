@@ -1,0 +1,243 @@
+import math
+import random
+import statistics
+
+import pytest
+
+import hdet
+from hdet.controllers import Observation, Report
+from hdet.controllers.line_search import fit
+from hdet.controllers.steering import Steering
+
+VERTEX = {"neutral": 0.5, "greedy": 1.0}
+
+
+def wide(size):
+    return hdet.assignment.multipliers(size, 2.0, "log")
+
+
+def report(probe, start, multipliers, base=1.0, next_base=1.0, peak=None, step=10, total_steps=None):
+    seen = {"learning_rate": Observation(base, next_base, 0.0, tuple(multipliers), peak)}
+    return Report(step, tuple(probe), seen, total_steps, tuple(probe), start)
+
+
+def once(controller, *arguments, **more):
+    return controller.update(controller.init(["learning_rate"]), report(*arguments, **more))["learning_rate"]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 64])
+@pytest.mark.parametrize("spread", [(0.01, "linear"), (1 / 9, "linear"), (2.0, "log")])
+def test_the_fit_is_exact_on_a_parabola(size, spread):
+    rungs = hdet.assignment.multipliers(size, *spread)
+    for a, b in ((-3.0, 2.0), (1.0, 0.5), (-0.2, -0.1), (0.0, 1.0), (1.0, 0.0)):
+        assert fit(rungs, [a * m + b * m * m for m in rungs]) == pytest.approx((a, b), abs=1e-9)
+
+
+def test_the_fit_is_least_squares():
+    """Its residual is orthogonal to both columns."""
+    rng = random.Random(0)
+    rungs = wide(8)
+    rises = [rng.gauss(0, 1) for _ in rungs]
+    a, b = fit(rungs, rises)
+    residual = [y - a * m - b * m * m for m, y in zip(rungs, rises, strict=True)]
+    for power in (1, 2):
+        assert sum(m**power * e for m, e in zip(rungs, residual, strict=True)) == pytest.approx(0, abs=1e-12)
+
+
+def test_what_does_not_determine_a_parabola_is_refused():
+    assert fit([1.0, 1.0], [2.0, 2.0]) is None
+    assert fit([0.5, 1.5], [2.0, math.nan]) is None
+    assert fit([0.5, 1.5], [math.inf, math.nan]) is None
+    assert fit([0.5, 1.5], [1.7e308, -1.7e308]) is None
+
+
+@pytest.mark.parametrize("target", ["neutral", "greedy"])
+@pytest.mark.parametrize("vertex", [0.1, 0.5, 0.9, 1.0, 3.0])
+@pytest.mark.parametrize("size", [2, 4])
+def test_one_round_on_a_parabola_by_hand(target, vertex, size):
+    rungs = wide(size)
+    probe = [2.0 + 0.4 * (m - vertex) ** 2 for m in rungs]
+    after = once(hdet.LineSearch(target=target), probe, 2.0 + 0.4 * vertex**2, rungs)
+    assert -after["slope"] / (2 * after["curvature"]) == pytest.approx(vertex, rel=1e-9)
+    assert abs(after["slope"]) + abs(after["curvature"]) == pytest.approx(1)
+    distance = math.log(vertex / VERTEX[target])
+    assert after["estimate"] == pytest.approx(distance, abs=1e-9)
+    assert math.log(after["scale"]) == pytest.approx(min(max(distance / 2, -0.5), 0.5), abs=1e-9)
+    assert after["error"] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "step"), [(-1.0, -1.0, 0.5), (-1.0, 0.0, 0.5), (1.0, 1.0, -0.5), (1.0, -1.0, -0.5), (0.0, -1.0, -0.5)]
+)
+def test_without_a_vertex_it_goes_as_far_as_it_may(a, b, step):
+    rungs = wide(2)
+    after = once(hdet.LineSearch(), [a * m + b * m * m for m in rungs], 0.0, rungs)
+    if a != 0.0:  # a slope of exactly 0 comes out of the fit as rounding, of either sign
+        assert math.log(after["scale"]) == pytest.approx(step)
+
+
+@pytest.mark.parametrize(
+    ("vertex", "base", "next_base", "peak", "distance"),
+    [
+        (2.0, 0.5, 0.6, 1.0, math.log(2)),  # rises: half of the way up is the schedule's
+        (2.0, 0.1, 0.2, 1.0, 0.0),  # all of it is
+        (2.0, 0.5, 0.4, 1.0, math.log(4)),  # falls
+        (2.0, 0.5, 0.6, None, math.log(4)),  # no peak is known
+        (0.25, 0.5, 0.6, 1.0, math.log(0.5)),  # down is down
+    ],
+)
+def test_while_the_schedule_rises_it_is_given_its_share(vertex, base, next_base, peak, distance):
+    rungs = wide(4)
+    probe = [(m - vertex) ** 2 for m in rungs]
+    after = once(hdet.LineSearch(max_step=9.0), probe, vertex**2, rungs, base, next_base, peak)
+    assert after["estimate"] == pytest.approx(distance, abs=1e-9)
+    assert math.log(after["scale"]) == pytest.approx(distance / 2, abs=1e-9)
+
+
+class Twin:
+    """The line search from its formulas, in the plainest way: normal equations, A and B as running means."""
+
+    def __init__(self, target, hills):
+        self.hills, self.target, self.scale, self.a, self.b, self.rounds = hills, VERTEX[target], 1.0, 0.0, 0.0, 0
+
+    def round(self, probe, start, rho, base, next_base, peak):
+        y = [loss - start for loss in probe]
+        s2, s3, s4 = (sum(m**k for m in rho) for k in (2, 3, 4))
+        t1 = sum(m * z for m, z in zip(rho, y, strict=True))
+        t2 = sum(m * m * z for m, z in zip(rho, y, strict=True))
+        a, b = (t1 * s4 - t2 * s3) / (s2 * s4 - s3**2), (t2 * s2 - t1 * s3) / (s2 * s4 - s3**2)
+        a, b = a / (abs(a) + abs(b)), b / (abs(a) + abs(b))
+        self.rounds += 1
+        self.a, self.b = 0.8 * self.a + 0.2 * a, 0.8 * self.b + 0.2 * b
+        big_a, big_b = self.a / (1 - 0.8**self.rounds), self.b / (1 - 0.8**self.rounds)
+        vertex = 1e-3 if big_a >= 0 else 1e3 if big_b <= 0 else min(max(-big_a / (2 * big_b), 1e-3), 1e3)
+        d = math.log(vertex / self.target)
+        if next_base > base and d > 0:
+            d = max(0.0, d + math.log(base / peak))
+        factor = math.exp(min(max(d / 2, -0.5), 0.5))
+        self.scale *= factor
+        q = factor * next_base / base
+        self.a, self.b = self.a * q, self.b * (q * q if self.b > 0 or self.hills else min(q * q, 1.0))
+
+
+@pytest.mark.parametrize("target", ["neutral", "greedy"])
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("hills", [False, True])
+def test_against_a_plain_twin_over_100_rounds(target, size, hills):
+    rng = random.Random(size)
+    controller, twin = hdet.LineSearch(target=target, hills=hills, max_scale=1e30), Twin(target, hills)
+    state = controller.init(["learning_rate"])
+    bases = [0.05 + 0.95 * math.sin(math.pi * k / 101) for k in range(102)]
+    for k in range(100):
+        rho = rng.sample(wide(size), size)
+        rate = bases[k] * state["learning_rate"]["scale"]
+        start = rng.gauss(2, 0.1)
+        a, b = -0.3 * rng.gauss(1, 0.5) * rate, 0.2 * rng.gauss(1, 0.8) * rate**2
+        probe = [start + a * m + b * m * m + rng.gauss(0, 0.01 * rate) for m in rho]
+        state = controller.update(state, report(probe, start, rho, bases[k], bases[k + 1], 1.0))
+        twin.round(probe, start, rho, bases[k], bases[k + 1], 1.0)
+        assert state["learning_rate"]["scale"] == pytest.approx(twin.scale, rel=1e-12), k
+    assert twin.scale != 1.0
+
+
+@pytest.mark.parametrize("target", ["neutral", "greedy"])
+@pytest.mark.parametrize("first", [1 / 30, 1.0, 10.0])
+def test_it_finds_the_rate_that_puts_the_vertex_at_its_target(target, first):
+    """L = -rate rho + (rate rho)^2 / 2: the vertex is 1 / rate."""
+    controller = hdet.LineSearch(target=target)
+    state = controller.init(["learning_rate"])
+    for _ in range(60):
+        rate = first * state["learning_rate"]["scale"]
+        probe = [-rate * m + (rate * m) ** 2 / 2 for m in wide(4)]
+        state = controller.update(state, report(probe, 0.0, wide(4), first, first))
+    assert first * state["learning_rate"]["scale"] == pytest.approx(1 / VERTEX[target], rel=1e-3)
+
+
+def test_a_hill_is_forgotten():
+    """Two concave rounds, then a clear valley at the target: the rate comes back. The plain formula runs away."""
+    ends = {}
+    for hills in (False, True):
+        controller = hdet.LineSearch(hills=hills)
+        state = controller.init(["learning_rate"])
+        for k in range(60):
+            rate = state["learning_rate"]["scale"]
+            a, b = (-0.1 * rate, -0.9 * rate**2) if k < 2 else (-rate, 0.5 * rate**2)
+            probe = [a * m + b * m * m for m in wide(4)]
+            state = controller.update(state, report(probe, 0.0, wide(4)))
+        ends[hills] = state["learning_rate"]["scale"]
+    assert ends[False] == pytest.approx(2.0, rel=1e-3)
+    assert ends[True] == pytest.approx(1e6)
+
+
+@pytest.mark.parametrize("vertex", [0.35, 0.5, 0.8, 1.2])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_standard_error_is_calibrated(vertex, size):
+    """Over many runs with noise the estimates scatter as much as their errors say."""
+    rng = random.Random(3)
+    controller = hdet.LineSearch(step_size=0.0)
+    estimates, errors = [], []
+    for _ in range(300):
+        state = controller.init(["learning_rate"])
+        for _ in range(30):
+            probe = [(m - vertex) ** 2 + rng.gauss(0, 0.05) for m in wide(size)]
+            state = controller.update(state, report(probe, vertex**2, wide(size)))
+        estimates.append(state["learning_rate"]["estimate"])
+        errors.append(state["learning_rate"]["error"])
+    ratio = statistics.median(errors) / statistics.stdev(estimates)
+    assert 1 / 1.5 < ratio < 1.5
+    assert statistics.fmean(estimates) == pytest.approx(math.log(vertex / 0.5), abs=0.15)
+
+
+def test_what_only_observes_finds_the_same_from_round_to_round():
+    """With act=False the scale stays: what was averaged must not be carried over to a step size that never came."""
+    steering = Steering(hdet.LineSearch(), ["learning_rate"], act=False)
+    for _ in range(20):
+        asked = steering.update(report([(m - 2.0) ** 2 for m in wide(4)], 4.0, wide(4)))
+    assert steering.scales == {"learning_rate": 1.0}
+    assert steering.state_dict()["learning_rate"]["estimate"] == pytest.approx(math.log(4), rel=1e-9)
+    assert math.log(asked["learning_rate"]) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("missing", [{"probe": None}, {"start": None}, {"start": math.nan}])
+def test_without_a_probe_or_a_start_nothing_changes(missing):
+    controller = hdet.LineSearch()
+    state = controller.init(["learning_rate"])
+    given = {"probe": (1.0, 2.0), "start": 1.0, **missing}
+    seen = {"learning_rate": Observation(1.0, 1.0, 0.0, (0.5, 1.5))}
+    assert controller.update(state, Report(10, (1.0, 2.0), seen, **given)) == state
+
+
+def test_it_ends_with_its_active_part():
+    controller = hdet.LineSearch(active=0.5)
+    state = controller.init(["learning_rate"])
+    probe, rungs = [1.0, 2.0], [0.5, 1.5]
+    assert controller.update(state, report(probe, 1.5, rungs, step=50, total_steps=100)) != state
+    assert controller.update(state, report(probe, 1.5, rungs, step=51, total_steps=100)) == state
+    assert controller.update(state, report(probe, 1.5, rungs, step=51)) != state
+
+
+def test_its_plan():
+    assert hdet.LineSearch().plan(["learning_rate"], None).until == {}
+    alone = hdet.LineSearch(active=0.3).plan(["learning_rate"], 1000)
+    assert (alone.interval, alone.design, alone.until) == (5, "permutations", {"learning_rate": 300})
+    both = hdet.LineSearch().plan(["learning_rate/0", "learning_rate/1"], 1000)
+    assert both.design == "turns"
+    assert set(both.why) == {"learning_rate/0", "learning_rate/1"}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"target": "best"},
+        {"active": 1.5},
+        {"smoothing": 1.0},
+        {"step_size": -0.1},
+        {"max_step": 0.0},
+        {"reach": 1.0},
+        {"max_scale": 0.5},
+        {"interval": 0},
+    ],
+)
+def test_bad_options(bad):
+    with pytest.raises(ValueError, match=f"{next(iter(bad))} must"):
+        hdet.LineSearch(**bad)
