@@ -8,6 +8,7 @@ from hdet.ensemble import Ensemble
 from hdet.hyperparameter import Hyperparameter, learning_rate
 from hdet.in_process import ReplicaError, data_parallel, in_process
 from hdet.one_cycle import OneCycleAutoLR
+from hdet.probe import Probe
 from hdet.record import HyperparameterRecord, RoundRecord
 from hdet.replicas import find_replicas
 from hdet.warm_init import warm_init
@@ -22,6 +23,7 @@ __all__ = [
     "HyperparameterRecord",
     "Observation",
     "OneCycleAutoLR",
+    "Probe",
     "ReplicaError",
     "Report",
     "RoundRecord",
