@@ -10,6 +10,7 @@ from hdet.in_forward import Scalar, attribute, dropout, scalar
 from hdet.in_groups import learning_rate, momentum, weight_decay
 from hdet.in_process import ReplicaError, data_parallel, in_process
 from hdet.one_cycle import OneCycleAutoLR
+from hdet.probe import Probe
 from hdet.record import HyperparameterRecord, RoundRecord
 from hdet.replicas import find_replicas
 from hdet.warm_init import warm_init
@@ -27,6 +28,7 @@ __all__ = [
     "Observation",
     "OneCycleAutoLR",
     "Plan",
+    "Probe",
     "ReplicaError",
     "Report",
     "RoundRecord",

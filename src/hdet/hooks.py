@@ -83,10 +83,10 @@ def unwrap(optimizer: Any) -> Optimizer:
 
 
 def innermost(model: nn.Module) -> nn.Module:
-    """The module inside DDP and torch.compile, whose hooks fire whichever wrapper is called."""
+    """The module inside DDP, its twin in one process and torch.compile; its hooks fire whichever wrapper is called."""
     while True:
         inner = getattr(model, "_orig_mod", None)
-        if isinstance(model, nn.parallel.DistributedDataParallel):
+        if isinstance(model, nn.parallel.DistributedDataParallel) or getattr(model, "shares_gradients", False):
             inner = model.module
         if not isinstance(inner, nn.Module):
             return model

@@ -98,6 +98,10 @@ class InProcess(Replicas):
         flat.div_(self.size)
         flat.copy_(self._meet(flat, lambda everyone: torch.stack(everyone).sum(0)))
 
+    def broadcast(self, flat: Tensor) -> None:
+        """Replace `flat` by the first replica's."""
+        flat.copy_(self._meet(flat, lambda everyone: everyone[0].clone()))
+
     def close(self) -> None:
         """Nothing to give back."""
 
@@ -153,6 +157,8 @@ def in_process(function: Callable[..., T], size: int, *args: Any) -> list[T]:
 
 class SharedGradients(nn.Module):
     """What DistributedDataParallel is to processes: averages the gradients at the end of each backward pass."""
+
+    shares_gradients = True
 
     def __init__(self, module: nn.Module, replicas: Replicas) -> None:
         super().__init__()

@@ -53,6 +53,11 @@ class Replicas:
         work: dist.Work = dist.all_reduce(flat, group=self._group(), async_op=True)
         return work
 
+    def broadcast(self, flat: Tensor) -> None:
+        """Replace `flat`, a contiguous tensor, by the first replica's."""
+        if self.size > 1:
+            dist.broadcast(flat, group=self._group(), group_src=0)
+
     def close(self) -> None:
         """Give back the process group, if one was made. Not a collective."""
         if self._own is not None and dist.is_initialized():
