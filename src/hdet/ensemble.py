@@ -409,7 +409,7 @@ class Ensemble:
             base, multipliers = seen[h.name].base, seen[h.name].multipliers
             values = tuple(h.value_of(base, trained[h.name], m) for m in multipliers)
             center = h.center(base, trained[h.name])
-            confidence = self._steering.confidence(h.name)
+            confidence = self._steering.confidence(h.name, trained[h.name])
             rows[h.name] = HyperparameterRecord(
                 base, center, values, self.scales[h.name], proposed[h.name], **confidence._asdict()
             )

@@ -47,13 +47,13 @@ class Steering:
         }
         return {name: entry["scale"] for name, entry in proposed.items()}
 
-    def confidence(self, name: str) -> Confidence:
-        """What the controller knows of a hyperparameter, and how well."""
+    def confidence(self, name: str, scale: float) -> Confidence:
+        """What the controller knows of a hyperparameter that was trained with at `scale`, and how well."""
         memory = {key: value for key, value in self._state[name].items() if key not in ("scale", *_SHOWN)}
         if not all(key in self._state[name] for key in _SHOWN):
             return Confidence(memory, None, None, "")
         estimate, error = (self._state[name][key] for key in _SHOWN)
-        return Confidence(memory, estimate, error, words(name, self._state[name]["scale"], estimate, error))
+        return Confidence(memory, estimate, error, words(name, scale, estimate, error))
 
     def state_dict(self) -> State:
         """The controller's state: numbers by name."""

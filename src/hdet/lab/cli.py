@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn
 
 from hdet.lab.errors import InterruptedRunError, LabError, OptionError
 from hdet.lab.folder import default_folder, require_empty
-from hdet.lab.options import CONTROLLERS, OPTIMIZERS, SIZES, RunOptions
+from hdet.lab.options import CONTROLLERS, EXPLORABLE, OPTIMIZERS, SIZES, RunOptions
 from hdet.lab.tables import number, table
 from hdet.lab.tasks import TASKS
 from hdet.lab.worker import Job
@@ -108,7 +108,14 @@ def _add_run_options(parser: argparse.ArgumentParser, replicas: int | None, cont
     add("--controller", default=controller, help=f"{', '.join(CONTROLLERS)} (default: {controller}; none is plain)")
     add("--temperature", type=float, default=0.1, help="of the softmax controller (default: 0.1)")
     add("--warmup-steps", type=int, help="before the controller moves anything; default: a third of the run")
-    add("--spread", type=float, default=1 / 9, help="rates from 1-spread to 1+spread times the center (default: 1/9)")
+    add("--spread", type=float, help="of the learning rate: 0.1 tries 0.9 to 1.1 times, 2 about 1/2 to 2 times")
+    add("--explore", default="", metavar="NAME=SPREAD,...", help=f"what to explore: {', '.join(EXPLORABLE)}")
+    add("--gradients", default="shared", help="shared, or local: replicas train on their own between converges")
+    add("--outer-step", type=float, help="how much of a round's way is taken at converge (0 to 1)")
+    add("--weight-decay", type=float, help="of the dense parameters; default: the task's own")
+    add("--dropout", type=float, default=0.0)
+    add("--label-smoothing", type=float, default=0.0)
+    add("--charge", action="store_true", help="shorten the run by what probe and finder cost")
     add("--interval", type=_interval, default="auto", help="steps per round, or auto: a 200th of the run")
     add("--per-group", action=argparse.BooleanOptionalAction, help="explore each parameter group; default: flights")
 

@@ -10,7 +10,8 @@ from typing import Any, Literal
 from hdet.lab.errors import LabError, OptionError
 from hdet.lab.tasks import TASKS, MissingDataError, OptimizerKind, Size, Task, make
 
-CONTROLLERS = ("none", "fixed", "softmax")
+CONTROLLERS = ("none", "fixed", "softmax", "line_search", "slope", "auto")
+EXPLORABLE = ("learning_rate", "weight_decay", "momentum", "beta2", "dropout", "label_smoothing")
 SIZES = ("smoke", "standard", "long")
 OPTIMIZERS = ("adamw", "sgd")
 
@@ -29,10 +30,17 @@ class RunOptions:
         optimizer: "adamw" or "sgd", with momentum.
         peak_lr: the peak of OneCycleLR; None for the task's own.
         controller: "none" is plain OneCycleLR and DDP, "fixed" fans out and converges and moves nothing,
-            "softmax" is the paper's controller.
+            "softmax" is the paper's controller; the others are those of the library.
         temperature: that of the softmax controller.
         warmup_steps: steps before the controller moves anything; None for a third of the run.
-        spread: rates from 1 - spread to 1 + spread times the center.
+        explore: what is explored, with its spread: "learning_rate=0.1,weight_decay=0.3". A spread below 1 is that of
+            the linear ladder, one above 1 that of the log ladder. Empty for the learning rate, with `spread`.
+        spread: of the learning rate; None for 1/9, or for the log ladder up to 2 where the controller has a probe.
+        gradients: "shared", or "local": replicas train on their own between converges.
+        outer_step: how much of a round's way is taken at converge; None for what the controller wants.
+        weight_decay: of the dense parameters; None for the task's own.
+        dropout, label_smoothing: of the model and of the training loss.
+        charge: shorten the run by what probe and finder cost, so that its whole cost is that of a plain run.
         interval: steps per round; "auto" is a 200th of the run, between 1 and 1000.
         per_group: explore each parameter group on its own; None for the task's way, which is yes for flights.
 
@@ -51,7 +59,14 @@ class RunOptions:
     controller: str = "softmax"
     temperature: float = 0.1
     warmup_steps: int | None = None
-    spread: float = 1 / 9
+    explore: str = ""
+    spread: float | None = None
+    gradients: Literal["shared", "local"] = "shared"
+    outer_step: float | None = None
+    weight_decay: float | None = None
+    dropout: float = 0.0
+    label_smoothing: float = 0.0
+    charge: bool = False
     interval: int | Literal["auto"] = "auto"
     per_group: bool | None = None
 
@@ -68,7 +83,11 @@ class RunOptions:
             _whole("interval", self.interval, 1)
         _number("peak_lr", self.peak_lr, 0 < (self.peak_lr or 1) < math.inf and self.peak_lr != 0, "positive", "1e-3")
         _number("temperature", self.temperature, 0 < self.temperature < math.inf, "positive", "0.1")
-        _number("spread", self.spread, 0 <= self.spread < 1, "in [0, 1)", "0.1")
+        _number("spread", self.spread, _is_spread(self.spread or 0.0), "in [0, 1), or above 1", "0.1")
+        _number("outer_step", self.outer_step, 0 < (self.outer_step or 1) <= 1, "in (0, 1]", "0.5")
+        _number("weight_decay", self.weight_decay, 0 <= (self.weight_decay or 0) < math.inf, "at least 0", "0.1")
+        _one_of("gradients", self.gradients, ("shared", "local"))
+        self.explored()
         if self.replicas == 1 and self.controller != "none":
             raise OptionError("replicas must be 2 or more to fan out, got 1; or choose the controller none")
 
@@ -77,6 +96,31 @@ class RunOptions:
         """Whether this is more than plain training."""
         return self.controller != "none"
 
+    @property
+    def probes(self) -> bool:
+        """Whether the replicas are scored on a probe."""
+        return self.controller in ("line_search", "slope", "auto")
+
+    def explored(self) -> dict[str, float]:
+        """The spread of each explored hyperparameter, by name.
+
+        >>> RunOptions("text", explore="learning_rate=2,weight_decay=0.3").explored()
+        {'learning_rate': 2.0, 'weight_decay': 0.3}
+        """
+        if not self.explore:
+            default = 2.0 if self.probes else 1 / 9
+            return {"learning_rate": default if self.spread is None else self.spread}
+        found = {}
+        for part in self.explore.split(","):
+            name, _, spread = part.partition("=")
+            _one_of("explore", name, EXPLORABLE)
+            try:
+                found[name] = float(spread)
+            except ValueError:
+                raise OptionError(f"explore must be like weight_decay=0.3, got {part!r}") from None
+            _number(f"the spread of {name}", found[name], _is_spread(found[name]), "in [0, 1), or above 1", "0.3")
+        return found
+
     def make_task(self) -> Task:
         """The task, checked against the number of replicas.
 
@@ -84,7 +128,7 @@ class RunOptions:
             LabError: if its data are missing or unusable.
         """
         try:
-            task = make(self.task, self.size, self.seed, self.data, self.steps)
+            task = make(self.task, self.size, self.seed, self.data, self.steps, self.dropout, self.label_smoothing)
             task.batch(0, self.replicas - 1, self.replicas)
         except (ValueError, OSError) as error:
             raise OptionError(str(error)) from error
@@ -112,6 +156,10 @@ class RunOptions:
         if unknown:
             raise OptionError(f"there is no option {unknown[0]}; was it written by another version of hdet?")
         return cls(**values)
+
+
+def _is_spread(spread: float) -> bool:
+    return 0 <= spread < 1 or 1 < spread < math.inf
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...] | list[str]) -> None:

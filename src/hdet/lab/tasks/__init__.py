@@ -10,7 +10,15 @@ from hdet.lab.tasks.text import Text
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Digits, Text, Flights)}
 
 
-def make(name: str, size: Size = "standard", seed: int = 0, data: str | None = None, steps: int | None = None) -> Task:
+def make(
+    name: str,
+    size: Size = "standard",
+    seed: int = 0,
+    data: str | None = None,
+    steps: int | None = None,
+    dropout: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> Task:
     """The task of this name; the other arguments are those of `Task`.
 
     Raises:
@@ -18,7 +26,7 @@ def make(name: str, size: Size = "standard", seed: int = 0, data: str | None = N
     """
     if name not in TASKS:
         raise ValueError(f"name must be one of {', '.join(sorted(TASKS))}, not {name!r}")
-    return TASKS[name](size, seed, data, steps)
+    return TASKS[name](size, seed, data, steps, dropout, label_smoothing)
 
 
 __all__ = [

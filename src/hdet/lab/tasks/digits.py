@@ -28,10 +28,10 @@ class Digits(Task):
         "long": Preset(steps=8000, global_batch=128, peak_lr=1e-2),
     }
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, model: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> Tensor:
         """Cross entropy of the classes."""
         images, labels = to_device_of(model, batch)
-        return cross_entropy(model(images), labels)
+        return cross_entropy(model(images), labels, label_smoothing=label_smoothing)
 
     def _prepare(self) -> None:
         if self.data is not None:
@@ -47,7 +47,8 @@ class Digits(Task):
         layers: list[nn.Module] = []
         for inputs, outputs, stride in [(1, 16, 1), (16, 32, 2), (32, 64, 2)]:
             layers += [nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
-        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 2 * 2, _CLASSES))
+        dropped = [nn.Dropout(self.dropout)] if self.dropout else []
+        return nn.Sequential(*layers, nn.Flatten(), *dropped, nn.Linear(64 * 2 * 2, _CLASSES))
 
     def _batch(self, step: int, part: slice) -> Batch:
         generator = self._generator(step)
@@ -55,6 +56,13 @@ class Digits(Task):
         noise = _NOISE * torch.randn(self.global_batch, 1, 8, 8, generator=generator)
         mine = chosen[part]
         return self._images[mine] + noise[part], self._labels[mine]
+
+    def _draw(self, generator: torch.Generator, held_out: bool) -> Batch:
+        images, labels = self._held_out if held_out else (self._images, self._labels)
+        images, labels = (images[::2], labels[::2]) if held_out else (images, labels)
+        chosen = torch.randperm(len(labels), generator=generator)[: self.global_batch]
+        noise = 0.0 if held_out else _NOISE * torch.randn(self.global_batch, 1, 8, 8, generator=generator)
+        return images[chosen] + noise, labels[chosen]
 
     def _measure(self, model: nn.Module) -> dict[str, float]:
         images, labels = to_device_of(model, self._held_out)

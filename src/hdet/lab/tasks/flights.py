@@ -37,13 +37,14 @@ class Flights(Task):
         "long": Preset(steps=8800, global_batch=32, peak_lr=3e-4),
     }
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, model: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> Tensor:
         """Binary cross entropies, averaged over the three labels; a missing label adds nothing.
 
         The sum is divided by all labels, known or not, so that the mean over replicas is that of the global batch.
         """
         categories, numbers, labels, known = to_device_of(model, batch)
-        return _entropy(model(categories, numbers), labels, known)
+        smooth = labels * (1 - label_smoothing) + label_smoothing / 2 if label_smoothing else labels
+        return _entropy(model(categories, numbers), smooth, known)
 
     def _prepare(self) -> None:
         table = nycflights13() if self.data is None else own_file(self.data)
@@ -75,7 +76,7 @@ class Flights(Task):
         self._rows = chosen.view(self.steps, self.global_batch)
 
     def _build(self) -> nn.Module:
-        return RankingModel(self._sizes, self._train.numbers.shape[1], self._base_rates)
+        return RankingModel(self._sizes, self._train.numbers.shape[1], self._base_rates, self.dropout)
 
     def _batch(self, step: int, part: slice) -> Batch:
         if step >= self.steps:
@@ -83,6 +84,11 @@ class Flights(Task):
         order = torch.randperm(self.global_batch, generator=self._generator(step))
         rows = self._rows[step][order][part]
         return tuple(column[rows] for column in self._train)
+
+    def _draw(self, generator: torch.Generator, held_out: bool) -> Batch:
+        table = Table(*(column[::2] for column in self._held_out)) if held_out else self._train
+        rows = torch.randint(len(table.labels), (self.global_batch,), generator=generator)
+        return tuple(column[rows] for column in table)
 
     def _measure(self, model: nn.Module) -> dict[str, float]:
         categories, numbers, labels, known = to_device_of(model, self._held_out)
@@ -97,7 +103,7 @@ class Flights(Task):
 class RankingModel(nn.Module):
     """Embeddings beside numbers, a shared network, and one logit per label that starts at the label's base rate."""
 
-    def __init__(self, sizes: Sequence[int], numbers: int, base_rates: Tensor) -> None:
+    def __init__(self, sizes: Sequence[int], numbers: int, base_rates: Tensor, dropout: float = 0.0) -> None:
         super().__init__()
         self.embeddings = nn.ModuleList(nn.Embedding(size, _WIDTH) for size in sizes)
         for embedding in self.embeddings:
@@ -106,6 +112,7 @@ class RankingModel(nn.Module):
         layers: list[nn.Module] = []
         for inputs, outputs in itertools.pairwise(widths):
             layers += [nn.Linear(inputs, outputs), nn.LayerNorm(outputs), nn.ReLU()]
+            layers += [nn.Dropout(dropout)] if dropout else []
         self.shared = nn.Sequential(*layers)
         self.heads = nn.Linear(widths[-1], len(base_rates))
         with torch.no_grad():

@@ -15,6 +15,7 @@ OptimizerKind = Literal["adamw", "sgd"]
 Batch: TypeAlias = tuple[Tensor, ...]
 
 _MOST_REPLICAS = 16
+_FIRST_PROBE = 100_000  # more than the steps of any run
 _SEED_STRIDE = 1_000_003  # more than the steps of any run, so that two seeds share no batch
 
 
@@ -44,6 +45,8 @@ class Task(abc.ABC):
         seed: what the weights and the batches are drawn from. The held-out data do not depend on it.
         data: a file to use in place of the task's own data, where the task can.
         steps: optimizer steps of a run, if not those of the size.
+        dropout: the probability of the model's dropout layers; 0 for a model without any.
+        label_smoothing: of the training loss.
 
     Raises:
         MissingDataError: if the package with the data is not installed.
@@ -57,12 +60,23 @@ class Task(abc.ABC):
     """Held-out loss of predicting nothing but how frequent each training label is."""
 
     def __init__(
-        self, size: Size = "standard", seed: int = 0, data: str | None = None, steps: int | None = None
+        self,
+        size: Size = "standard",
+        seed: int = 0,
+        data: str | None = None,
+        steps: int | None = None,
+        dropout: float = 0.0,
+        label_smoothing: float = 0.0,
     ) -> None:
         if size not in self.presets:
             raise ValueError(f"size must be one of {', '.join(self.presets)}, not {size!r}")
         if steps is not None and steps < 1:
             raise ValueError(f"steps must be at least 1, not {steps}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must lie in [0, 1), not be {dropout}")
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"label_smoothing must lie in [0, 1), not be {label_smoothing}")
+        self.dropout, self.label_smoothing = dropout, label_smoothing
         preset = self.presets[size]
         self.size, self.seed, self.data = size, seed, data
         self._steps_given = steps is not None
@@ -102,6 +116,15 @@ class Task(abc.ABC):
             raise ValueError(f"step must be at least 0, not {step}")
         return self._batch(step, slice(rank, None, replicas))
 
+    def probe(self, index: int, held_out: bool = False) -> list[Batch]:
+        """Four global batches for an `hdet.Probe`, drawn anew for each index, the same in every process.
+
+        Args:
+            index: which ones; no step of a run trains on the same draw.
+            held_out: take them from the held-out samples, every other one of them, instead of those to train on.
+        """
+        return [self._draw(self._generator(_FIRST_PROBE + 4 * index + part), held_out) for part in range(4)]
+
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """The held-out loss as "loss", and the task's metrics. Sends nothing, so one replica may call it alone."""
         if isinstance(model, DistributedDataParallel):
@@ -116,8 +139,8 @@ class Task(abc.ABC):
                 module.training = training
 
     @abc.abstractmethod
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean training loss of a batch; `model` is bare or wrapped, on any device."""
+    def loss(self, model: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> Tensor:
+        """The mean loss of a batch; `model` is bare or wrapped, on any device."""
 
     @abc.abstractmethod
     def _prepare(self) -> None:
@@ -130,6 +153,10 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def _batch(self, step: int, part: slice) -> Batch:
         """This part of global batch `step`."""
+
+    @abc.abstractmethod
+    def _draw(self, generator: torch.Generator, held_out: bool) -> Batch:
+        """A global batch of random samples."""
 
     @abc.abstractmethod
     def _measure(self, model: nn.Module) -> dict[str, float]:

@@ -41,11 +41,12 @@ class Text(Task):
         "long": Preset(steps=8000, global_batch=8, peak_lr=5e-3),
     }
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, model: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> Tensor:
         """Cross entropy of the next byte, in nats."""
         (windows,) = to_device_of(model, batch)
         logits = model(windows[:, :-1])
-        return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        following = windows[:, 1:].flatten()
+        return functional.cross_entropy(logits.flatten(0, 1), following, label_smoothing=label_smoothing)
 
     def _prepare(self) -> None:
         self._text, held_out = _standard_library() if self.data is None else _own_file(self.data)
@@ -56,12 +57,19 @@ class Text(Task):
         self.marginal_loss = -(counts / counts.sum()).log()[self._held_out[:, 1:]].mean().item()
 
     def _build(self) -> nn.Module:
-        return Transformer()
+        return Transformer(self.dropout)
 
     def _batch(self, step: int, part: slice) -> Batch:
         last = len(self._text) - _CONTEXT
         starts = torch.randint(last, (self.global_batch,), generator=self._generator(step))
         return (_windows(self._text, starts[part]),)
+
+    def _draw(self, generator: torch.Generator, held_out: bool) -> Batch:
+        if held_out:
+            windows = self._held_out[::2]
+            return (windows[torch.randperm(len(windows), generator=generator)[: self.global_batch]],)
+        starts = torch.randint(len(self._text) - _CONTEXT, (self.global_batch,), generator=generator)
+        return (_windows(self._text, starts),)
 
     def _measure(self, model: nn.Module) -> dict[str, float]:
         parts = torch.tensor_split(self._held_out, math.ceil(len(self._held_out) / 64))
@@ -73,11 +81,11 @@ class Text(Task):
 class Transformer(nn.Module):
     """A causal transformer over bytes, norms first; about 0.19 million parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.byte = nn.Embedding(_BYTES, _WIDTH)
         self.position = nn.Embedding(_CONTEXT, _WIDTH)
-        self.blocks = nn.Sequential(*(_Block() for _ in range(_LAYERS)))
+        self.blocks = nn.Sequential(*(_Block(dropout) for _ in range(_LAYERS)))
         self.norm = nn.LayerNorm(_WIDTH)
         self.head = nn.Linear(_WIDTH, _BYTES)
         for embedding in (self.byte, self.position):
@@ -91,11 +99,12 @@ class Transformer(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
+        dropped = [nn.Dropout(dropout)] if dropout else []
         self.before_attention, self.before_mlp = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
         self.attend, self.project = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH))
+        self.mlp = nn.Sequential(nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH), *dropped)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape

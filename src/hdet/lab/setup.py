@@ -1,0 +1,144 @@
+"""From options to an ensemble: what is explored, by which controller, judged by which probe."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdet import (
+    Auto,
+    Ensemble,
+    Fixed,
+    FoundRate,
+    Hyperparameter,
+    LineSearch,
+    Plan,
+    Probe,
+    RoundRecord,
+    Scalar,
+    Slope,
+    Softmax,
+    dropout,
+    learning_rate,
+    momentum,
+    scalar,
+    weight_decay,
+)
+from hdet.lab.folder import RunFolder
+from hdet.lab.options import RunOptions
+from hdet.lab.tasks import Batch, Task
+
+_REGULARISERS = {"weight_decay", "dropout", "label_smoothing"}
+_PROBE_BATCHES = 4  # global batches in a probe
+
+
+def make_probe(options: RunOptions, task: Task) -> Probe:
+    """Four global batches, drawn anew for each round; held-out ones where a regulariser is explored."""
+    held_out = bool(_REGULARISERS & set(options.explored()))
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return task.loss(model, batch)
+
+    return Probe(lambda index: task.probe(index, held_out), loss, held_out=held_out)
+
+
+def charged_steps(options: RunOptions, task: Task, found: FoundRate | None) -> int:
+    """What is left of the task's steps when finder and probe have been paid: a forward pass is a third of a step.
+
+    In a round every replica scores its own weights on the whole probe, and all together those it began with.
+    """
+    left = task.steps - (0.0 if found is None else found.cost)
+    plan: Plan = make_controller(options, task.steps).plan(list(options.explored()), task.steps)
+    probed = [name for name in options.explored() if plan.until.get(name, 1) > 0]
+    if options.probes and probed:
+        own = plan.interval or max(task.steps // 200, 1)
+        interval = own if options.interval == "auto" else options.interval
+        left /= 1 + (options.replicas + 1) * _PROBE_BATCHES / 3 / interval
+    return max(1, math.floor(left))
+
+
+def make_smoothing(options: RunOptions) -> Scalar:
+    """The label smoothing that the training loss reads."""
+    spread = options.explored().get("label_smoothing", 0.0)
+    return scalar("label_smoothing", options.label_smoothing, bounds=(0.0, 0.9), regulariser=True, **_ladder(spread))
+
+
+def make_ensemble(
+    options: RunOptions,
+    task: Task,
+    steps: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+    smoothing: Scalar,
+    files: RunFolder | None,
+) -> Ensemble | None:
+    """What makes the replicas fan out and converge; None for the plain schedule."""
+    if not options.fans_out:
+        return None
+
+    def write(record: RoundRecord) -> None:
+        if files is not None:
+            files.append("rounds.jsonl", record)
+
+    return Ensemble(
+        optimizer,
+        _hyperparameters(options, model, optimizer, smoothing),
+        total_steps=steps,
+        interval=options.interval,
+        controller=make_controller(options, steps),
+        probe=make_probe(options, task) if options.probes else None,
+        gradients=options.gradients,
+        outer_step=options.outer_step,
+        model=model,
+        seed=options.seed,
+        on_round=[write],
+    )
+
+
+def make_controller(options: RunOptions, steps: int) -> Any:
+    """The controller of that name."""
+    if options.controller == "softmax":
+        warmup = steps // 3 if options.warmup_steps is None else options.warmup_steps
+        return Softmax(temperature=options.temperature, warmup_steps=warmup)
+    kinds: dict[str, type[Any]] = {"fixed": Fixed, "line_search": LineSearch, "slope": Slope, "auto": Auto}
+    return kinds[options.controller]()
+
+
+def _hyperparameters(
+    options: RunOptions, model: nn.Module, optimizer: Optimizer, smoothing: Scalar
+) -> list[Hyperparameter]:
+    per_group = options.task == "flights" and not options.probes if options.per_group is None else options.per_group
+    found: list[Any] = []
+    for name, spread in options.explored().items():
+        ladder = _ladder(spread)
+        if name == "learning_rate":
+            found += _listed(learning_rate(optimizer, per_group=per_group, **ladder))
+        elif name == "weight_decay":
+            found += _listed(weight_decay(optimizer, **ladder))
+        elif name in ("momentum", "beta2"):
+            found += _listed(momentum(optimizer, beta=2 if name == "beta2" else 1, **ladder))
+        elif name == "dropout":
+            found.append(dropout(model, **ladder))
+        else:
+            found.append(smoothing)
+    return found
+
+
+def _listed(found: Any) -> list[Any]:
+    return found if isinstance(found, list) else [found]
+
+
+def _ladder(spread: float) -> dict[str, Any]:
+    return {"spread": spread, "ladder": "linear" if spread < 1 else "log"}
+
+
+def device() -> torch.device:
+    """This process's GPU, where there are any."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
