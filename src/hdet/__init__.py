@@ -5,6 +5,8 @@ Read `hdet.ensemble` first: its `step()` is the protocol.
 
 from hdet.controllers import Controller, Fixed, Observation, Report, Softmax
 from hdet.ensemble import Ensemble
+from hdet.find_lr import FindLRError, find_lr
+from hdet.found_rate import FoundRate
 from hdet.hyperparameter import Hyperparameter, learning_rate
 from hdet.in_process import ReplicaError, data_parallel, in_process
 from hdet.one_cycle import OneCycleAutoLR
@@ -18,7 +20,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Controller",
     "Ensemble",
+    "FindLRError",
     "Fixed",
+    "FoundRate",
     "Hyperparameter",
     "HyperparameterRecord",
     "Observation",
@@ -29,6 +33,7 @@ __all__ = [
     "RoundRecord",
     "Softmax",
     "data_parallel",
+    "find_lr",
     "find_replicas",
     "in_process",
     "learning_rate",
