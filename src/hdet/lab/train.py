@@ -37,7 +37,7 @@ def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
         files.begin(options)
     task = options.make_task()
     peak_lr = task.peak_lr if options.peak_lr is None else options.peak_lr
-    model = data_parallel(task.model().to(_device()))
+    model = data_parallel(task.model().to(device()))
     optimizer = task.optimizer(model, peak_lr, options.optimizer)
     schedule = OneCycleLR(optimizer, max_lr=peak_lr, total_steps=task.steps)
     ensemble = _ensemble(options, task, model, optimizer, files)
@@ -150,7 +150,7 @@ class _Meter:
         return float(self._schedule.get_last_lr()[0]) * scale
 
 
-def _device() -> torch.device:
+def device() -> torch.device:
     """This process's GPU, where there are any."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
