@@ -186,3 +186,23 @@ def test_files_are_strict_json(tmp_path):
     assert plain({"a": (float("nan"), 1.0), "b": float("inf")}) == {"a": [None, 1.0], "b": None}
     (tmp_path / "lines.jsonl").write_text('{"step": 1}\n{"ste')
     assert read_lines(tmp_path / "lines.jsonl") == [{"step": 1}]
+
+
+def test_find_lr_writes_what_it_found(tmp_path, capsys):
+    words = ["find-lr", "flights", "--size", "smoke"]
+    assert cli.main([*words, "--folder", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr().out
+    result = read(tmp_path / "run" / "find_lr.json")
+    assert f"{result['rate']:.3g}" in shown
+    assert result["interval"][0] < result["interval"][1]
+    assert result["cost"] > result["steps"] > 50
+    assert result["peak_lr"] == pytest.approx(result["rate"] / result["scale"])
+    assert (tmp_path / "run" / "find_lr.png").stat().st_size > 1000
+    assert cli.main([*words, "--in-process", "--folder", str(tmp_path / "threads")]) == 0
+    assert read(tmp_path / "threads" / "find_lr.json")["rate"] == pytest.approx(result["rate"], rel=1e-3)
+
+
+def test_find_lr_from_a_hopeless_start_says_so(tmp_path, capsys):
+    words = ["find-lr", "flights", "--size", "smoke", "--replicas", "1", "--in-process", "--peak-lr", "1e9"]
+    assert cli.main([*words, "--folder", str(tmp_path / "run")]) == 1
+    assert "never fell at learning rates from" in capsys.readouterr().err

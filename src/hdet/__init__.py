@@ -5,6 +5,8 @@ Read `hdet.ensemble` first: its `step()` is the protocol.
 
 from hdet.controllers import Auto, Controller, Fixed, LineSearch, Observation, Plan, Report, Slope, Softmax
 from hdet.ensemble import Ensemble
+from hdet.find_lr import FindLRError, find_lr
+from hdet.found_rate import FoundRate
 from hdet.hyperparameter import Hyperparameter
 from hdet.in_forward import Scalar, attribute, dropout, scalar
 from hdet.in_groups import learning_rate, momentum, weight_decay
@@ -21,7 +23,9 @@ __all__ = [
     "Auto",
     "Controller",
     "Ensemble",
+    "FindLRError",
     "Fixed",
+    "FoundRate",
     "Hyperparameter",
     "HyperparameterRecord",
     "LineSearch",
@@ -38,6 +42,7 @@ __all__ = [
     "attribute",
     "data_parallel",
     "dropout",
+    "find_lr",
     "find_replicas",
     "in_process",
     "learning_rate",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import sys
 from collections import OrderedDict, defaultdict
@@ -66,7 +67,7 @@ class Modules:
     def __init__(self, model: nn.Module) -> None:
         self._modes = [(module, module.training) for module in model.modules()]
         self._buffers = [
-            (module, name, buffer, _version(buffer), buffer.detach().clone())
+            (module, name, buffer, buffer.detach().clone())
             for module in model.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
@@ -76,14 +77,14 @@ class Modules:
     def restore(self) -> None:
         for module, training in self._modes:
             module.training = training
-        for module, name, buffer, version, value in self._buffers:
+        for module, name, buffer, value in self._buffers:
             now = module._buffers.get(name)
             # A table that has grown (of positions, say) stays: the module relies on its new size.
             if now is not None and (now.shape, now.dtype) != (value.shape, value.dtype):
                 continue
             module._buffers[name] = buffer
-            if version is None or buffer._version != version:  # a graph that waits for backward may hold it
-                buffer.copy_(value)
+            # Through .data, for a graph that waits for backward and holds the buffer would take it for changed.
+            buffer.data.copy_(value)
 
 
 @contextmanager
@@ -142,6 +143,11 @@ class Weights:
                 if gradient is not None and value is not None:
                     gradient.copy_(value)
 
+    @torch.no_grad()
+    def checksum(self) -> float:
+        """Equal for equal weights, and hardly ever for others."""
+        return math.fsum(float(v.abs().sum(dtype=torch.float64)) * (k + 1) for k, v in enumerate(self._values))
+
     def have_gradients(self) -> bool:
         return any(p.grad is not None for p in self._parameters)
 
@@ -190,8 +196,3 @@ class Others:
     def restore(self) -> None:
         for entry, state in self._states:
             entry.load_state_dict(copy.deepcopy(state))
-
-
-def _version(tensor: Tensor) -> int | None:
-    """Counts changes in place; None where torch does not count them."""
-    return None if tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""The command `hdet`: demo, train, sweep, returns."""
+"""The command `hdet`: demo, train, find-lr, sweep, returns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from hdet.lab.errors import InterruptedRunError, LabError, OptionError
-from hdet.lab.folder import default_folder, require_empty
+from hdet.lab.folder import default_folder, read, require_empty
 from hdet.lab.options import CONTROLLERS, EXPLORABLE, OPTIMIZERS, SIZES, RunOptions
 from hdet.lab.tables import number, table
 from hdet.lab.tasks import TASKS
@@ -73,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     command = _command(commands, "train", _train, "one run")
     _add_run_options(command, 2)
 
+    command = _command(commands, "find-lr", _find_lr, "the learning rate, from a few hundred steps that are undone")
+    _add_task_options(command, 2)
+
     command = _command(commands, "sweep", _sweep, "the plain schedule over a grid of learning rates")
     _add_run_options(command, 2, controller="none")
     command.add_argument("--seeds", type=int, default=3, help="seeds per rate, from --seed on (default: 3)")
@@ -94,7 +97,7 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], str],
     return command
 
 
-def _add_run_options(parser: argparse.ArgumentParser, replicas: int | None, controller: str = "softmax") -> None:
+def _add_task_options(parser: argparse.ArgumentParser, replicas: int | None) -> None:
     add = parser.add_argument
     add("task", metavar="TASK", help=", ".join(sorted(TASKS)))
     if replicas is not None:
@@ -105,6 +108,11 @@ def _add_run_options(parser: argparse.ArgumentParser, replicas: int | None, cont
     add("--data", help="a file to use in place of the task's own data")
     add("--optimizer", default="adamw", help=f"{' or '.join(OPTIMIZERS)} (default: adamw)")
     add("--peak-lr", type=float, help="peak of OneCycleLR; default: the task's own")
+
+
+def _add_run_options(parser: argparse.ArgumentParser, replicas: int | None, controller: str = "softmax") -> None:
+    _add_task_options(parser, replicas)
+    add = parser.add_argument
     add("--controller", default=controller, help=f"{', '.join(CONTROLLERS)} (default: {controller}; none is plain)")
     add("--temperature", type=float, default=0.1, help="of the softmax controller (default: 0.1)")
     add("--warmup-steps", type=int, help="before the controller moves anything; default: a third of the run")
@@ -164,6 +172,20 @@ def _train(arguments: argparse.Namespace) -> str:
     rows += [["seconds", f"{result['seconds']:.1f}"]]
     drawn = draw({f"{options.task}, {options.controller}": folder}, folder)
     return f"\n{table(['held out', ''], rows)}\n\n{drawn}\nEverything is in {folder}"
+
+
+def _find_lr(arguments: argparse.Namespace) -> str:
+    from hdet.lab import finder  # noqa: PLC0415
+    from hdet.lab.launch import launch  # noqa: PLC0415
+
+    arguments.controller = "none"
+    options = _options(arguments)
+    folder = arguments.folder or default_folder(f"find-lr-{options.task}")
+    require_empty(folder)
+    _prepare(arguments)
+    options.make_task()
+    launch([Job(options, str(folder), finds=True)], one_process=arguments.in_process)
+    return f"\n{finder.show(read(folder / 'find_lr.json'))}\n\nEverything is in {folder}"
 
 
 def _sweep(arguments: argparse.Namespace) -> str:

@@ -19,12 +19,11 @@ import torch
 
 from hdet import ReplicaError, in_process
 from hdet.lab.errors import ONE_LINE, InterruptedRunError, LabError, ReplicaFailedError
-from hdet.lab.train import train
-from hdet.lab.worker import Job, work
+from hdet.lab.worker import Job, perform, work
 
 _SECONDS_TO_END = 5
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-_PRELOADED = ["hdet.lab.worker", "hdet.lab.train", "torch._dynamo"]  # torch imports the last with the first optimizer
+_PRELOADED = ["hdet.lab.worker", "hdet.lab.finder", "torch._dynamo"]  # torch imports the last with the first optimizer
 
 
 def prepare(processes: bool = True) -> None:
@@ -64,7 +63,7 @@ def _launch_threads(jobs: Sequence[Job], size: int) -> None:
     for job in jobs:
         try:
             with _interruptible(threads=True):
-                in_process(train, size, job.options, job.folder)
+                in_process(perform, size, job)
         except ReplicaError as error:
             cause = error.__cause__
             if isinstance(cause, LabError):

@@ -52,7 +52,9 @@ def charged_steps(options: RunOptions, task: Task, found: FoundRate | None) -> i
 
     In a round every replica scores its own weights on the whole probe, and all together those it began with.
     """
-    left = task.steps - (0.0 if found is None else found.cost)
+    left = float(task.steps)
+    if found is not None:
+        left -= found.steps + found.samples / 3 / task.global_batch
     plan: Plan = make_controller(options, task.steps).plan(list(options.explored()), task.steps)
     probed = [name for name in options.explored() if plan.until.get(name, 1) > 0]
     if options.probes and probed:

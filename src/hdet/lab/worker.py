@@ -24,16 +24,29 @@ _SECONDS_FOR_THE_CULPRIT = 5.0  # a replica that merely lost the others lets the
 
 
 class Job(NamedTuple):
-    """One run and where to write it."""
+    """One run and where to write it.
+
+    Attributes:
+        options: what to run.
+        folder: where to.
+        finds: look for its learning rate instead of training.
+    """
 
     options: RunOptions
     folder: str
+    finds: bool = False
+
+
+def perform(job: Job) -> None:
+    """Train, or find the learning rate, as one of the replicas."""
+    from hdet.lab.finder import find_rate  # noqa: PLC0415
+    from hdet.lab.train import train  # noqa: PLC0415
+
+    (find_rate if job.finds else train)(job.options, job.folder)
 
 
 def work(jobs: Sequence[Job]) -> None:
-    """Train one run after the other, together with the other replicas; the whole life of a process."""
-    from hdet.lab.train import train  # noqa: PLC0415
-
+    """One run after the other, together with the other replicas; the whole life of a process."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)  # ends at once even while it waits for the others
@@ -41,7 +54,7 @@ def work(jobs: Sequence[Job]) -> None:
     join()
     try:
         for job in jobs:
-            train(job.options, job.folder)
+            perform(job)
     except Exception as error:
         if any(text in str(error) for text in _LOST):
             time.sleep(_SECONDS_FOR_THE_CULPRIT)

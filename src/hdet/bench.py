@@ -1,0 +1,154 @@
+"""A model and its optimizers under a test: steps at given rates, scores on a probe, and everything as it was."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from hdet.probe import Probe
+from hdet.range_test import Curve
+from hdet.replicas import Replicas
+from hdet.restore import Generators, Modules, OptimizerState, Others, Weights
+
+_PROBE = 0  # the index of the one probe that everything is scored on
+
+
+class Bench:
+    """The model and its optimizers under test: steps, scores, and everything as it was."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        step_fn: Callable[[int], Any],
+        probe: Probe,
+        also: Sequence[Any],
+        replicas: Replicas,
+    ) -> None:
+        self.references = [[_reference(group) for group in o.param_groups] for o in optimizers]
+        self.start = next((rate for rates in self.references for rate in rates if rate > 0), 0.0)
+        if not self.start:
+            raise ValueError("the optimizer must have a positive learning rate, got 0 in all groups; set lr=1e-3 first")
+        self.steps, self.samples = 0, 0
+        self.step_seconds = self.probe_seconds = 0.0
+        self._model, self._optimizers, self._step_fn = model, optimizers, step_fn
+        self._probe, self._replicas = probe, replicas
+        self._generators = Generators()
+        self._modules = Modules(model)
+        trained = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        self._device = trained[0].device
+        self._weights = Weights([*trained, *(p for p in model.parameters() if p.requires_grad)])
+        self._states = [OptimizerState(o) for o in optimizers]
+        self._others = Others(also)
+        self._ddp = [
+            (module, module.require_forward_param_sync, module.require_backward_grad_sync)
+            for module in model.modules()
+            if isinstance(module, DistributedDataParallel)
+        ]
+
+    def require_agreement(self) -> None:
+        """All replicas must hold the same weights and rates: each scores a part of the probe."""
+        rates = [rate for rates in self.references for rate in rates]
+        vector = torch.tensor([self._weights.checksum(), *rates], dtype=torch.float64, device=self._device)
+        everyone = self._replicas.gather(vector)
+        for rank, row in enumerate(everyone):
+            if row != everyone[0] and not any(map(math.isnan, row)):
+                what = "weights" if row[0] != everyone[0][0] else "learning rates"
+                raise ValueError(
+                    f"all replicas must hold the same {what}, but replica {rank} differs from replica 0; call find_lr "
+                    "after wrapping the model in DistributedDataParallel and before warm_init and training"
+                )
+
+    def rewind(self) -> None:
+        """Back to the start of a ramp: no optimizer state, no gradients, nobody's hooks."""
+        self._generators.restore()
+        self._modules.restore()
+        self._weights.rewind()
+        self._others.restore()
+        for optimizer, state in zip(self._optimizers, self._states, strict=True):
+            state.restart()
+            for group in optimizer.param_groups:
+                _put_momentum_of_peak(group)
+
+    def restore(self) -> None:
+        """Everything as it was before the test."""
+        self._weights.restore()
+        for state in self._states:
+            state.restore()
+        self._modules.restore()
+        for module, forward, backward in self._ddp:
+            module.require_forward_param_sync, module.require_backward_grad_sync = forward, backward
+        try:
+            self._others.restore()
+        finally:
+            self._generators.restore()  # last: the others may draw
+
+    def ramp(self, rates: Sequence[float], every: int, over: Callable[[Curve], bool]) -> Curve:
+        """Steps at these rates of the first group, scored every few of them, until `over` the curve so far."""
+        self.rewind()
+        curve: Curve = []
+        for index, rate in enumerate(rates):
+            self._step(index, rate)
+            if (index + 1) % every == 0:
+                curve.append((rate, self.score()))
+                if over(curve):
+                    break
+        return curve
+
+    def score(self) -> float:
+        """The probe's loss, the same float on every replica."""
+        self._wait()
+        started = time.perf_counter()
+        parts = self._replicas.gather(self._probe.share(self._model, _PROBE, self._replicas))
+        self.probe_seconds += time.perf_counter() - started
+        weight = sum(row[1] for row in parts)
+        self.samples += round(weight)
+        return sum(row[0] for row in parts) / weight
+
+    def _step(self, index: int, rate: float) -> None:
+        started = time.perf_counter()
+        self._weights.clear_gradients()
+        self._step_fn(index)
+        if not self.steps and not self._weights.have_gradients():
+            raise ValueError("step_fn must call backward() on its loss, but no parameter has a gradient after it")
+        for optimizer, references in zip(self._optimizers, self.references, strict=True):
+            for group, reference in zip(optimizer.param_groups, references, strict=True):
+                _put_rate(group, reference * (rate / self.start))
+            optimizer.step()
+        self.steps += 1
+        self.step_seconds += time.perf_counter() - started
+
+    def _wait(self) -> None:
+        """A GPU has not done yet what the host has asked of it; without this the probe's clock would count it."""
+        if self._device.type == "cuda":
+            started = time.perf_counter()
+            torch.cuda.synchronize(self._device)
+            self.step_seconds += time.perf_counter() - started
+
+
+def _reference(group: dict[str, Any]) -> float:
+    """The rate that a group trains with at the peak of its schedule, as far as the group knows."""
+    return next(
+        (float(group[key]) for key in ("max_lr", "initial_lr") if float(group.get(key, 0)) > 0), float(group["lr"])
+    )
+
+
+def _put_rate(group: dict[str, Any], rate: float) -> None:
+    lr = group["lr"]
+    group["lr"] = torch.full_like(lr, rate) if isinstance(lr, Tensor) else rate  # not in place: groups may share it
+
+
+def _put_momentum_of_peak(group: dict[str, Any]) -> None:
+    """OneCycleLR begins with another momentum than it has where the rate is highest, which is what is sought here."""
+    if "max_lr" in group and "base_momentum" in group:
+        if "betas" in group:
+            group["betas"] = (group["base_momentum"], *group["betas"][1:])
+        elif "momentum" in group:
+            group["momentum"] = group["base_momentum"]

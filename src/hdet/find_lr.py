@@ -1,0 +1,166 @@
+"""Find the learning rate before the run: a two-stage range test, everything put back afterwards.
+
+The decisions are in `hdet.range_test`, the steps in `hdet.bench`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from hdet.arguments import Rule, check_number
+from hdet.bench import Bench
+from hdet.found_rate import FoundRate
+from hdet.hooks import unwrap
+from hdet.probe import Probe
+from hdet.range_test import Coarse, Curve, Fine, default_factor
+from hdet.replicas import find_replicas
+
+
+class FindLRError(RuntimeError):
+    """There is no learning rate to be found; the message says what to do. Everything was put back."""
+
+
+def find_lr(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    step_fn: Callable[[int], Any],
+    *,
+    probe: Probe,
+    outer_step: float = 1.0,
+    factor: float | None = None,
+    also: Sequence[Any] = (),
+    process_group: dist.ProcessGroup | None = None,
+) -> FoundRate:
+    """The learning rate to train with, found in a few hundred steps from the initial weights, nearly whatever rate
+    the optimizer has now. Collective: call it on every replica, before training and before `warm_init`.
+
+    Two ramps of rising rates, each from the weights as they are and without optimizer state, are scored on one probe:
+    the coarse one from 1e-3 to 1e3 times the present rate finds where the loss begins to fall, the fine one the
+    interval [lo, hi] in which it is low. The answer is factor * sqrt(lo hi). All groups are scaled alike.
+
+    Afterwards weights, buffers, gradients, modes, optimizer state, groups, hooks and random generators are bit for bit
+    as before, also after an exception. Meanwhile that costs a copy of the trained weights and buffers, and a second
+    optimizer state.
+
+    The present rate of a group is its "max_lr" if a schedule such as OneCycleLR has put one there, then its
+    "initial_lr", then its "lr", so that the answer is a peak; OneCycleLR's momentum is the one it has at the peak.
+    GradScaler is not supported, nor is LBFGS.
+
+    Args:
+        model: the model that is trained, wrapped in DistributedDataParallel where there are several replicas.
+        optimizer: its optimizer, or several of them.
+        step_fn: `step_fn(index)`: forward and backward pass of this replica's training batch `index`, through the
+            wrapped model. Each ramp counts from 0. Gradients are cleared and the optimizer steps here.
+        probe: what the weights are scored on; about four global batches. An iterable as its data moves on by one probe.
+        outer_step: that of the training to come; a half allows higher rates.
+        factor: on sqrt(lo hi); by default 0.7, and 1.5 with an outer step of 1/2.
+        also: further objects with `state_dict()` and `load_state_dict()` that steps change, such as samplers.
+        process_group: the replicas; by default all ranks.
+
+    Raises:
+        FindLRError: if the probe's loss is not finite or not positive, or does not fall at any rate.
+        ValueError: if the replicas hold different weights or rates.
+
+    >>> import torch
+    >>> model = nn.Linear(2, 1)
+    >>> x, y = torch.eye(2), torch.tensor([[3.0], [5.0]])
+    >>> def loss_fn(model, batch):
+    ...     return nn.functional.mse_loss(model(batch[0]), batch[1])
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    >>> found = find_lr(model, optimizer, lambda index: loss_fn(model, (x, y)).backward(),
+    ...                 probe=Probe(lambda index: [(x, y)], loss_fn))
+    >>> 0.03 < found.rate < 3
+    True
+    """
+    factor = _check_factor(outer_step, factor)
+    optimizers = _optimizers(optimizer)
+    _check(probe, step_fn, also)
+    replicas = find_replicas(process_group)
+    bench = Bench(model, optimizers, step_fn, probe, also, replicas)
+    try:
+        bench.require_agreement()
+        return _find(bench, factor)
+    finally:
+        bench.restore()
+        replicas.close()
+
+
+def _find(bench: Bench, factor: float) -> FoundRate:
+    started = time.perf_counter()
+    start = bench.start
+    bench.rewind()
+    first = bench.score()
+    if not (math.isfinite(first) and first > 0):
+        raise FindLRError(
+            f"the probe's loss at the initial weights must be positive and finite, got {first}; check the weights and "
+            "the probe's loss_fn, and add a constant to a loss that can be negative"
+        )
+    coarse, fine = Coarse(), Fine()
+    first_curve = bench.ramp(coarse.rates(start), coarse.every, lambda curve: coarse.over(curve, first))
+    half_way = coarse.half_way(first_curve, first)
+    if half_way is None:
+        raise FindLRError(
+            f"the probe's loss, {first:.6g} at the initial weights, never fell at {_range(first_curve)}; check that "
+            "step_fn calls backward() on the loss that the probe measures, or begin with another rate"
+        )
+    second_curve = bench.ramp(fine.rates(half_way), fine.every, lambda curve: fine.over(curve, first))
+    interval = fine.interval(second_curve, first)
+    if interval is None:
+        raise FindLRError(
+            f"the probe's loss fell by less than 1 % from {first:.6g} at {_range(second_curve)}; train some hundred "
+            "steps at a low rate and call find_lr then, or take a larger probe"
+        )
+    rate = factor * math.sqrt(interval[0] * interval[1])
+    return FoundRate(
+        rate=rate,
+        scale=rate / start,
+        rates=tuple(tuple(value * rate / start for value in values) for values in bench.references),
+        interval=interval,
+        factor=factor,
+        first_loss=first,
+        coarse=first_curve,
+        fine=second_curve,
+        steps=bench.steps,
+        samples=bench.samples,
+        cost=bench.steps * (1 + bench.probe_seconds / bench.step_seconds),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _range(curve: Curve) -> str:
+    return f"learning rates from {curve[0][0]:.3g} to {curve[-1][0]:.3g}"
+
+
+def _optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if not given:
+        raise ValueError("optimizer must be an optimizer or several of them, got an empty list")
+    found = [unwrap(entry) for entry in given]
+    if any(isinstance(entry, LBFGS) for entry in found):
+        raise ValueError("optimizer must not be LBFGS, which needs a closure; it has a line search of its own")
+    return found
+
+
+def _check_factor(outer_step: float, factor: float | None) -> float:
+    check_number("outer_step", outer_step, Rule(lambda x: 0 < x <= 1, "lie in (0, 1]", "outer_step=0.5"))
+    if factor is None:
+        return default_factor(outer_step)
+    check_number("factor", factor, Rule(lambda x: 0 < x < math.inf, "be positive and finite", "factor=0.7"))
+    return float(factor)
+
+
+def _check(probe: object, step_fn: object, also: Sequence[Any]) -> None:
+    if not isinstance(probe, Probe):
+        raise TypeError(f"probe must be an hdet.Probe, got {type(probe).__name__}; write Probe(data, loss_fn)")
+    if not callable(step_fn):
+        raise TypeError(f"step_fn must be a function of the batch's index, got {step_fn!r}")
+    for entry in also:
+        if not (hasattr(entry, "state_dict") and hasattr(entry, "load_state_dict")):
+            raise TypeError(f"also must hold objects with state_dict and load_state_dict, got {type(entry).__name__}")

@@ -1,0 +1,92 @@
+"""`hdet find-lr`: the learning rate of a task, found before any training, as every replica lives it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
+
+from hdet import FindLRError, FoundRate, data_parallel, find_lr, find_replicas
+from hdet.lab.errors import LabError
+from hdet.lab.folder import RunFolder, plain
+from hdet.lab.options import RunOptions
+from hdet.lab.setup import device, make_probe
+from hdet.lab.tables import table
+from hdet.lab.tasks import Task
+
+
+def find_rate(options: RunOptions, folder: str | Path) -> dict[str, Any]:
+    """Find the rate, collectively; the first replica writes `folder`. What is in find_lr.json, on every replica.
+
+    Raises:
+        LabError: if the loss does not fall at any rate.
+    """
+    replicas = find_replicas()
+    files = RunFolder(folder) if replicas.rank == 0 else None
+    if files is not None:
+        files.begin(options)
+    task = options.make_task()
+    peak_lr = task.peak_lr if options.peak_lr is None else options.peak_lr
+    model = data_parallel(task.model().to(device()))
+    optimizer = task.optimizer(model, peak_lr, options.optimizer)
+    OneCycleLR(optimizer, max_lr=peak_lr, total_steps=task.steps)  # find_lr reads the peak from it, and the momentum
+    found = find(options, task, model, optimizer)
+    result = _result(options, peak_lr, found)
+    if files is not None:
+        _draw(found, files.path / "find_lr.png")
+        files.write("find_lr.json", result)
+    return result
+
+
+def find(options: RunOptions, task: Task, model: nn.Module, optimizer: Optimizer, outer_step: float = 1.0) -> FoundRate:
+    """The rate for `model`. The ramps train on the run's batches, from the first one on.
+
+    Raises:
+        LabError: if the loss does not fall at any rate.
+    """
+    replicas = find_replicas()
+
+    def step(index: int) -> None:
+        batch = task.batch(index % task.steps, replicas.rank, replicas.size)
+        task.loss(model, batch, options.label_smoothing).backward()  # type: ignore[no-untyped-call]
+
+    try:
+        return find_lr(model, optimizer, step, probe=make_probe(options, task), outer_step=outer_step)
+    except FindLRError as error:
+        raise LabError(str(error)) from error
+
+
+def show(result: dict[str, Any]) -> str:
+    """What was found, as a table."""
+    low, high = result["interval"]
+    rows = [
+        ["learning rate", f"{result['rate']:.3g}"],
+        ["with an outer step of 1/2", f"{result['rate_outer_half']:.3g}"],
+        ["losses were low", f"{low:.3g} .. {high:.3g}"],
+        ["start", f"{result['peak_lr']:.3g}"],
+        ["steps", str(result["steps"])],
+        ["cost in steps", f"{result['cost']:.0f}"],
+        ["seconds", f"{result['seconds']:.1f}"],
+    ]
+    return table(["found", ""], rows)
+
+
+def _result(options: RunOptions, peak_lr: float, found: FoundRate) -> dict[str, Any]:
+    copied = {name: getattr(options, name) for name in ("task", "size", "seed", "replicas", "optimizer")}
+    middle = math.sqrt(found.interval[0] * found.interval[1])
+    other = {"peak_lr": peak_lr, "rate_outer_half": 1.5 * middle}
+    result: dict[str, Any] = plain({**copied, **other, **plain(found)})
+    return result
+
+
+def _draw(found: FoundRate, picture: Path) -> None:
+    try:
+        found.plot(picture)
+    except ModuleNotFoundError:
+        return  # the numbers are in find_lr.json
+    except OSError as error:
+        raise LabError(f"cannot write {picture}: {error.strerror or error}") from error

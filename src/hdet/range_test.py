@@ -1,0 +1,115 @@
+"""The decisions of the two-stage range test: from loss curves to an interval of learning rates. Pure.
+
+A curve is a list of (rate, loss on the probe after a step at that rate), the rates rising. `first` is the probe's loss
+before the first step, L0. Losses count up to 1.5 L0, so do those that are not finite; centred means smooth them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+Curve = list[tuple[float, float]]
+
+_CAP = 1.5
+_FALLEN = 0.99
+_OUTER_STEPS = (0.5, 1.0)
+_FACTORS = (1.5, 0.7)
+
+
+class Coarse:
+    """80 steps from 1e-3 to 1e3 times the start: where the loss begins to fall."""
+
+    every = 2
+    width = 3
+
+    def rates(self, start: float) -> list[float]:
+        """The rate of each step.
+
+        >>> [f"{rate:.2g}" for rate in Coarse().rates(1.0)[::79]]
+        ['0.001', '1e+03']
+        """
+        return [start * 1e-3 * 1e6 ** (j / 79) for j in range(80)]
+
+    def over(self, curve: Curve, first: float) -> bool:
+        """Whether to stop: the loss is dead."""
+        return is_dead(_certain(curve, first, self.width), first)
+
+    def half_way(self, curve: Curve, first: float) -> float | None:
+        """A: the first rate at which half of the whole drop is made; None if there is no drop.
+
+        >>> Coarse().half_way([(1.0, 4.0), (2.0, 3.0), (4.0, 2.0), (8.0, 1.0), (16.0, 1.0), (32.0, 1.0)], 4.0)
+        4.0
+        """
+        values = smooth(curve, first, self.width)
+        lowest = min(values, default=first)
+        if not lowest < first:
+            return None
+        return next(rate for (rate, _), v in zip(curve, values, strict=True) if v <= (first + lowest) / 2)
+
+
+class Fine:
+    """At most 462 steps from A/4 on, 2 % more in each: from where to where the loss is low."""
+
+    every = 4
+    width = 5
+
+    def rates(self, half_way: float) -> list[float]:
+        """The rate of each step."""
+        return [half_way / 4 * math.exp(0.02 * j) for j in range(462)]
+
+    def over(self, curve: Curve, first: float) -> bool:
+        """Whether to stop: the loss is dead, or the rate is 4 times that of the lowest loss."""
+        values = _certain(curve, first, self.width)
+        if not values or is_dead(values, first):
+            return bool(values)
+        lowest = min(values)
+        return lowest < _FALLEN * first and curve[-1][0] >= 4 * curve[values.index(lowest)][0]
+
+    def interval(self, curve: Curve, first: float) -> tuple[float, float] | None:
+        """(lo, hi): the first rates with 90 % of the drop made, and with 10 % of it lost again; None without a drop."""
+        values = smooth(curve, first, self.width)
+        lowest = min(values, default=first)
+        if not lowest < _FALLEN * first:
+            return None
+        edge = lowest + 0.1 * (first - lowest)
+        at = values.index(lowest)
+        low = next(k for k, v in enumerate(values) if v <= edge)
+        high = next((k for k in range(at, len(values)) if values[k] > edge), len(values) - 1)
+        return curve[low][0], curve[high][0]
+
+
+def smooth(curve: Curve, first: float, width: int) -> list[float]:
+    """The centred means of `width` capped losses; of fewer at both ends.
+
+    >>> smooth([(1.0, 2.0), (2.0, 1.0), (4.0, math.nan)], 2.0, 3)
+    [1.5, 2.0, 2.0]
+    """
+    capped = [min(loss, _CAP * first) if math.isfinite(loss) else _CAP * first for _, loss in curve]
+    half = width // 2
+    parts = [capped[max(0, k - half) : k + half + 1] for k in range(len(capped))]
+    return [sum(part) / len(part) for part in parts]
+
+
+def is_dead(values: Sequence[float], first: float) -> bool:
+    """Whether the last loss is above the first one, or half of a real drop is lost again."""
+    if not values:
+        return False
+    last, best = values[-1], min(values)
+    return last > 1.02 * first or (best < 0.95 * first and last > best + 0.5 * (first - best))
+
+
+def default_factor(outer_step: float) -> float:
+    """What sqrt(lo hi) is multiplied by: 0.7, 1.5 with an outer step of 1/2 or less, geometric between.
+
+    >>> default_factor(1.0), default_factor(0.5), round(default_factor(0.75), 3)
+    (0.7, 1.5, 1.025)
+    """
+    (low, high), (widest, plain) = _OUTER_STEPS, _FACTORS
+    part = (max(outer_step, low) - low) / (high - low)
+    return float(widest ** (1 - part) * plain**part)
+
+
+def _certain(curve: Curve, first: float, width: int) -> list[float]:
+    """The smoothed losses that later points do not change."""
+    return smooth(curve, first, width)[: max(0, len(curve) - width // 2)]

@@ -1,0 +1,468 @@
+import copy
+import io
+import itertools
+import math
+import pickle
+import random
+import statistics
+
+import numpy as np
+import pytest
+import torch
+from processes import run
+from torch import nn, optim
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+
+import hdet
+from hdet.range_test import Coarse, Fine, is_dead, smooth
+
+SAMPLES = 64
+
+
+class Net(nn.Module):
+    """BatchNorm, dropout and two groups' worth of parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 16), nn.BatchNorm1d(16)
+        self.drop, self.last = nn.Dropout(0.1), nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.last(self.drop(torch.tanh(self.norm(self.first(x)))))
+
+
+def make(dtype=torch.float64, kind=Net):
+    torch.manual_seed(0)
+    return kind().to(dtype)
+
+
+def plain_net():
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def batch(index, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1000 + index)
+    x = torch.randn(SAMPLES, 6, generator=generator, dtype=dtype)
+    return x, torch.sin(x).sum(1, keepdim=True) + 0.1 * torch.randn(SAMPLES, 1, generator=generator, dtype=dtype)
+
+
+def loss_fn(model, pair):
+    return mse_loss(model(pair[0]), pair[1])
+
+
+def make_probe(dtype=torch.float64):
+    def chunks(index):
+        return [tuple(t.split(16)[k] for t in batch(-index - n, dtype)) for n in range(1, 4) for k in range(4)]
+
+    return hdet.Probe(chunks, loss_fn)
+
+
+def find(model, optimizer, replicas=None, **options):
+    rank, size = (0, 1) if replicas is None else (replicas.rank, replicas.size)
+    dtype = next(model.parameters()).dtype
+
+    def step(index):
+        x, y = batch(index, dtype)
+        loss = loss_fn(model, (x[rank::size], y[rank::size]))
+        loss.backward()
+        return loss
+
+    return hdet.find_lr(model, optimizer, options.pop("step_fn", step), probe=make_probe(dtype), **options)
+
+
+def bits(value):
+    """Any state, as bytes that compare."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def everything(model, optimizer):
+    return {
+        "model": [t.detach().numpy().tobytes() for t in model.state_dict().values()],
+        "objects": [id(t) for t in model.state_dict(keep_vars=True).values()],
+        "gradients": [None if p.grad is None else (id(p.grad), p.grad.numpy().tobytes()) for p in model.parameters()],
+        "modes": [module.training for module in model.modules()],
+        "state": str({id(p): {k: (id(v), str(v)) for k, v in s.items()} for p, s in optimizer.state.items()}),
+        "state, bit for bit": bits(optimizer.state_dict()["state"]),
+        "groups": str([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]),
+        "group objects": [(id(g), id(g["lr"]), [id(p) for p in g["params"]]) for g in optimizer.param_groups],
+        "attributes": {name: id(value) for name, value in vars(optimizer).items()},
+        "hooks": [list(vars(optimizer)[f"_optimizer_step_{w}_hooks"].items()) for w in ("pre", "post")],
+        "generators": (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())),
+    }
+
+
+class Position:
+    """Where a data loader is."""
+
+    def __init__(self):
+        self.at = 3
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def prepare(loaded):
+    model = make()
+    groups = [
+        {"params": list(model.first.parameters())},
+        {"params": [*model.norm.parameters(), *model.last.parameters()]},
+    ]
+    optimizer = optim.AdamW(groups, lr=torch.tensor(1e-3), foreach=False)
+    scheduler = OneCycleLR(optimizer, max_lr=[1e-3, 1e-2], total_steps=100)
+    ensemble = hdet.Ensemble(optimizer, [hdet.learning_rate(optimizer, spread=0.1)], total_steps=100, model=model)
+    if loaded:
+        for index in range(3):
+            optimizer.zero_grad()
+            loss_fn(model, batch(index)).backward()
+            optimizer.step()
+            scheduler.step()
+            ensemble.step()
+        model.drop.eval()
+    return model, optimizer, scheduler, ensemble
+
+
+@pytest.mark.filterwarnings("ignore:one replica only", "ignore:.*one replica")
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("raising", [None, KeyError, KeyboardInterrupt])
+def test_everything_is_put_back(loaded, raising):
+    model, optimizer, scheduler, ensemble = prepare(loaded)
+    position = Position()
+    before = everything(model, optimizer), copy.deepcopy(ensemble.state_dict()), scheduler.state_dict()["_step_count"]
+    steps = itertools.count()
+
+    def step(index):
+        position.at += 1
+        torch.rand(1), random.random(), np.random.rand()
+        model.train()
+        model.drop.p = 0.1
+        loss_fn(model, batch(index)).backward()
+        if raising is not None and next(steps) == 100:
+            raise raising
+
+    if raising is None:
+        found = find(model, optimizer, step_fn=step, also=[position])
+        assert found.steps > 100
+    else:
+        with pytest.raises(raising):
+            find(model, optimizer, step_fn=step, also=[position])
+    after = everything(model, optimizer), ensemble.state_dict(), scheduler.state_dict()["_step_count"]
+    for name, value in before[0].items():
+        assert after[0][name] == value, name
+    assert bits(after[1:]) == bits(before[1:])
+    assert position.at == 3
+    assert getattr(optimizer, "_opt_called", False) is loaded
+    ensemble.close()
+
+
+@pytest.mark.filterwarnings("error")
+def test_training_afterwards_is_bit_for_bit_the_same():
+    def train(look):
+        model = make()
+        optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        scheduler = OneCycleLR(optimizer, max_lr=0.02, total_steps=20)
+        if look:
+            find(model, optimizer)
+        for index in range(20):
+            optimizer.zero_grad()
+            loss_fn(model, batch(index)).backward()
+            optimizer.step()
+            if index < 19:
+                scheduler.step()
+        return [t.numpy().tobytes() for t in model.state_dict().values()]
+
+    assert train(True) == train(False)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: optim.SGD(p, lr=1e-2),
+    "momentum": lambda p: optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, foreach=True),
+    "adam": lambda p: optim.Adam(p, lr=1e-3),
+    "adam, tensor": lambda p: optim.Adam(p, lr=torch.tensor(1e-3), fused=True),
+    "adamw, foreach": lambda p: optim.AdamW(p, lr=1e-3, foreach=True),
+    "adagrad": lambda p: optim.Adagrad(p, lr=1e-2),
+    "rmsprop": lambda p: optim.RMSprop(p, lr=1e-3),
+    "adafactor": lambda p: optim.Adafactor(p, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer(name):
+    model = make(kind=plain_net, dtype=torch.float32)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    before = everything(model, optimizer)
+    found = find(model, optimizer)
+    low, high = found.interval
+    assert low < high
+    assert found.rate == float(found) == pytest.approx(0.7 * math.sqrt(low * high))
+    assert everything(model, optimizer) == before
+    again = find(model, optimizer)
+    assert (again.rate, again.coarse, again.fine) == (found.rate, found.coarse, found.fine)
+
+
+def test_groups_and_optimizers_keep_their_ratios_and_the_peak_is_the_reference():
+    model = make(kind=plain_net)
+    first = optim.AdamW([{"params": model[0].weight, "lr": 4e-3}, {"params": model[0].bias, "lr": 0.0}], lr=1.0)
+    second = optim.SGD(model[2].parameters(), lr=1e-3, momentum=0.9)
+    seen = set()
+    second.register_step_pre_hook(lambda *_: pytest.fail("a hook saw the test"))
+    step = optim.SGD.step
+
+    def spy(self, closure=None):
+        (a, b), (c,) = ([g["lr"] for g in o.param_groups] for o in (first, second))
+        assert b == 0
+        seen.add((round(c / a, 12), second.param_groups[0]["momentum"]))
+        return step(self, closure)
+
+    OneCycleLR(second, max_lr=1e-2, total_steps=10)
+    second.step = spy.__get__(second)
+    found = find(model, [first, second], outer_step=0.5)
+    assert seen == {(2.5, 0.85)}
+    assert second.param_groups[0]["momentum"] == 0.95
+    assert found.factor == 1.5
+    assert found.rates[0] == (pytest.approx(found.rate), 0.0)
+    assert found.rates[1] == (pytest.approx(2.5 * found.rate),)
+    assert found.scale == pytest.approx(found.rate / 4e-3)
+
+
+def test_a_warm_up_from_zero():
+    model = make(kind=plain_net)
+    optimizer = optim.Adam(model.parameters(), lr=1e-3)
+    plain = find(model, optimizer)
+    LambdaLR(optimizer, lambda step: step / 10)
+    assert optimizer.param_groups[0]["lr"] == 0
+    assert find(model, optimizer).rate == plain.rate
+
+
+def replicated(kind):
+    replicas = hdet.find_replicas()
+    model = hdet.data_parallel(make(kind=kind)) if replicas.size > 1 else make(kind=kind)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    before = everything(model, optimizer)
+    found = find(model, optimizer, replicas)
+    assert {k: v for k, v in everything(model, optimizer).items() if k != "generators"} == {
+        k: v for k, v in before.items() if k != "generators"
+    }
+    assert torch.get_rng_state().tolist() == before["generators"][0]
+    return found
+
+
+def test_one_process_and_replicas_find_the_same():
+    alone = replicated(plain_net)
+    for runner, size in ((hdet.in_process, 2), (run, 2), (run, 4)):
+        everyone = runner(replicated, size, plain_net)
+        for found in everyone:
+            assert found.coarse == everyone[0].coarse  # to the last bit, so that all decide alike
+            assert found.fine == everyone[0].fine
+            assert found.rate == pytest.approx(alone.rate, rel=1e-6)
+            assert found.samples == alone.samples
+            for ours, theirs in ((found.coarse, alone.coarse), (found.fine, alone.fine)):
+                assert [rate for rate, _ in ours] == pytest.approx([rate for rate, _ in theirs], rel=1e-6)
+                assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in theirs], rel=1e-6)
+
+
+def test_batch_norm_and_dropout_under_ddp():
+    first, second = run(replicated, 2, Net)
+    assert first.fine == second.fine
+
+
+def unequal():
+    model = hdet.data_parallel(make())
+    hdet.warm_init(model)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="all replicas must hold the same weights"):
+        find(model, optimizer)
+
+
+def test_replicas_that_differ_are_refused():
+    run(unequal, 2)
+
+
+def test_the_answer_does_not_depend_on_the_start():
+    sklearn = pytest.importorskip("sklearn.datasets")
+    digits = sklearn.load_digits()
+    x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+
+    def entropy(model, pair):
+        return cross_entropy(model(pair[0]), pair[1])
+
+    for kind, lr in ((optim.AdamW, 3e-3), (optim.SGD, 0.3)):
+        rates = []
+        for start in (1 / 30, 1, 10):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+            def step(index, model=model):
+                chosen = torch.randint(len(y), (64,), generator=torch.Generator().manual_seed(index))
+                entropy(model, (x[chosen], y[chosen])).backward()
+
+            probe = hdet.Probe(torch.utils.data.TensorDataset(x, y), entropy, size=256)
+            rates.append(hdet.find_lr(model, kind(model.parameters(), lr=lr * start), step, probe=probe).rate)
+        assert statistics.stdev(map(math.log, rates)) < 0.25, rates
+
+
+def test_a_loss_that_never_falls():
+    model = make(kind=plain_net)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    before = everything(model, optimizer)
+    with pytest.raises(hdet.FindLRError, match=r"never fell at learning rates from .* check that step_fn"):
+        find(model, optimizer, step_fn=lambda index: (-loss_fn(model, batch(index))).backward())
+    with pytest.raises(hdet.FindLRError, match="less than 1 %"):
+        find(model, optimizer, step_fn=lambda index: (1e-13 * loss_fn(model, batch(index))).backward())
+    with pytest.raises(ValueError, match=r"step_fn must call backward"):
+        find(model, optimizer, step_fn=lambda index: None)
+    for bad in (math.nan, -1.0):
+        probe = hdet.Probe(lambda index: [torch.ones(1)], lambda m, b, bad=bad: torch.tensor(bad))
+        with pytest.raises(hdet.FindLRError, match="must be positive and finite"):
+            hdet.find_lr(model, optimizer, lambda index: None, probe=probe)
+    assert everything(model, optimizer) == before
+
+
+def test_what_was_found_can_be_read_printed_and_drawn(tmp_path):
+    model = make(kind=plain_net)
+    found = find(model, optim.Adam(model.parameters(), lr=1e-3), factor=2.0)
+    assert f"learning rate {found.rate:.3g}" in str(found)
+    assert "\n" not in str(found)
+    assert found.factor == 2.0
+    assert found.cost > found.steps == 2 * len(found.coarse) + 4 * len(found.fine)
+    assert found.samples == 3 * SAMPLES * (1 + len(found.coarse) + len(found.fine))
+    assert pickle.loads(pickle.dumps(found)) == found
+    found.plot(tmp_path / "found.png")
+    assert (tmp_path / "found.png").stat().st_size > 1000
+
+
+def test_drawing_without_matplotlib(monkeypatch, tmp_path):
+    model = make(kind=plain_net)
+    found = find(model, optim.Adam(model.parameters(), lr=1e-3))
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):
+        found.plot(tmp_path / "found.png")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"factor": 0}, "factor must be positive"),
+        ({"outer_step": 0.0}, "outer_step must lie in"),
+        ({"outer_step": True}, "outer_step must be a number"),
+        ({"also": [3]}, "also must hold objects with state_dict"),
+        ({"step_fn": 3}, "step_fn must be a function"),
+        ({"probe": loss_fn}, "probe must be an hdet.Probe"),
+        ({"optimizer": []}, "optimizer must be an optimizer"),
+        ({"optimizer": 3}, "optimizer must be a torch.optim.Optimizer"),
+    ],
+)
+def test_bad_arguments(options, message):
+    model = make()
+    good = {"optimizer": optim.SGD(model.parameters(), lr=1.0), "step_fn": print, "probe": make_probe()}
+    with pytest.raises((TypeError, ValueError), match=message):
+        hdet.find_lr(model, **{**good, **options})
+
+
+def test_no_rate_and_lbfgs_are_refused():
+    model = make()
+    with pytest.raises(ValueError, match="must have a positive learning rate"):
+        find(model, optim.SGD(model.parameters(), lr=0.0))
+    with pytest.raises(ValueError, match="LBFGS"):
+        find(model, optim.LBFGS(model.parameters()))
+
+
+# The decisions, against a plain twin and against curves whose answer is known.
+
+
+def twin(losses, first, every, width, scales, stage):
+    """The whole test of one stage in one loop, on a known curve: the points taken."""
+    taken, means = [], []
+    for index, scale in enumerate(scales):
+        if (index + 1) % every:
+            continue
+        taken.append((scale, losses(scale)))
+        h = width // 2
+        if len(taken) > h:
+            window = [min(loss, 1.5 * first) for _, loss in taken[max(0, len(taken) - 1 - 2 * h) :]]
+            means.append(sum(window) / len(window))
+            best = min(means)
+            if means[-1] > 1.02 * first or (best < 0.95 * first and means[-1] > best + (first - best) / 2):
+                break
+            if stage == "fine" and best < 0.99 * first and scale >= 4 * taken[means.index(best)][0]:
+                break
+    return taken
+
+
+def valley(bottom, width, depth=0.8):
+    """1 far below `bottom`, 1 - depth there, and 2 far above; a parabola in the logarithm of the rate between."""
+
+    def loss(rate):
+        t = math.log(rate / bottom) / width
+        return 1 - depth * max(0, 1 - t * t) if t < 1 else 1 + min(t - 1, 1.0)
+
+    return loss
+
+
+def walk(stage, scales, losses, first=1.0):
+    curve = []
+    for index, scale in enumerate(scales):
+        if (index + 1) % stage.every == 0:
+            curve.append((scale, losses(scale)))
+            if stage.over(curve, first):
+                break
+    return curve
+
+
+@pytest.mark.parametrize("bottom", [0.01, 0.3, 40.0])
+@pytest.mark.parametrize("width", [2.0, 4.0])
+def test_a_known_valley(bottom, width):
+    losses = valley(bottom, width)
+    coarse, fine = Coarse(), Fine()
+    first_curve = walk(coarse, coarse.rates(1.0), losses)
+    assert first_curve == twin(losses, 1.0, 2, 3, coarse.rates(1.0), "coarse")
+    half_way = coarse.half_way(first_curve, 1.0)
+    expected = max(-width / math.sqrt(2), math.log(first_curve[0][0] / bottom))  # the ramp may begin in the valley
+    assert math.log(half_way / bottom) == pytest.approx(expected, abs=0.5)
+    curve = walk(fine, fine.rates(half_way), losses)
+    assert curve == twin(losses, 1.0, 4, 5, fine.rates(half_way), "fine")
+    low, high = fine.interval(curve, 1.0)
+    assert math.log(low / bottom) == pytest.approx(-width * math.sqrt(0.1), abs=0.1)
+    assert math.log(high / bottom) == pytest.approx(width * math.sqrt(0.1), abs=0.1)
+    assert math.sqrt(low * high) == pytest.approx(bottom, rel=0.1)
+
+
+def test_ramps_span_what_they_should():
+    rates = Coarse().rates(2.0)
+    assert (len(rates), rates[0], rates[-1]) == (80, pytest.approx(2e-3), pytest.approx(2e3))
+    fine = Fine().rates(8.0)
+    assert (len(fine), fine[0], fine[50]) == (462, 2.0, pytest.approx(2 * math.e))
+
+
+def test_a_ramp_ends_at_four_times_the_lowest_or_at_its_last_step():
+    flat = walk(Fine(), Fine().rates(4.0), lambda rate: 0.5 if rate > 3 else 1.0)
+    assert flat[-1][0] == pytest.approx(4 * next(r for r, _ in flat if r > 3), rel=0.3)
+    assert Fine().interval(flat, 1.0)[1] == flat[-1][0]
+    assert len(walk(Fine(), Fine().rates(4.0), lambda rate: 0.995)) == 115
+    assert Fine().interval(walk(Fine(), Fine().rates(4.0), lambda rate: 0.995), 1.0) is None
+    assert Coarse().half_way(walk(Coarse(), Coarse().rates(1.0), lambda rate: 1.0), 1.0) is None
+    assert Coarse().half_way([], 1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "dead"),
+    [
+        ([], False),
+        ([1.02], False),
+        ([1.03], True),
+        ([0.96, 1.0], False),
+        ([0.5, 0.74], False),
+        ([0.5, 0.76], True),
+    ],
+)
+def test_dead(values, dead):
+    assert is_dead(values, 1.0) is dead
+
+
+def test_losses_that_are_not_finite_count_as_the_cap():
+    assert smooth([(1, math.nan), (2, math.inf), (3, 9.0), (4, 0.0)], 2.0, 1) == [3.0, 3.0, 3.0, 0.0]
