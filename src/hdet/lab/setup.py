@@ -119,7 +119,11 @@ def _hyperparameters(
     for name, spread in options.explored().items():
         ladder = _ladder(spread)
         if name == "learning_rate":
-            found += _listed(learning_rate(optimizer, per_group=per_group, **ladder))
+            found += (
+                learning_rate(optimizer, per_group=True, **ladder)
+                if per_group
+                else [learning_rate(optimizer, **ladder)]
+            )
         elif name == "weight_decay":
             found += _listed(weight_decay(optimizer, **ladder))
         elif name in ("momentum", "beta2"):
