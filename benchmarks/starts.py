@@ -51,7 +51,9 @@ def one(run: dict) -> dict:
     from hdet.lab.train import train  # noqa: PLC0415
 
     torch.set_num_threads(1)
-    one_model = run["method"] == "plain" and run["task"] != "digits"
+    fans_out = run["method"] in ("paper", "line search") or run["size"] != "long"
+    one_model = run["method"] == "plain" or not fans_out
+    one_model = one_model and run["task"] != "digits"
     options = RunOptions(
         run["task"], size=run["size"], seed=run["seed"], optimizer=run["optimizer"], peak_lr=run["peak_lr"],
         replicas=1 if one_model else 4, **METHODS[run["method"]],
@@ -60,12 +62,16 @@ def one(run: dict) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         results = hdet.in_process(train, options.replicas, options, Path(folder) / "run")
     held_out = results[0]["held_out"] or {}
-    return {**run, "held_out": held_out.get("loss"), "seconds": round(time.time() - started, 1)}
+    used = {name: results[0].get(name) for name in ("steps", "finder_steps", "finder_cost")}
+    used["used_lr"] = results[0]["peak_lr"]
+    return {**run, "held_out": held_out.get("loss"), **used, "seconds": round(time.time() - started, 1)}
 
 
 METHODS = {
     "plain": {"controller": "none"},
     "paper": {"controller": "softmax", "temperature": 0.1},
+    "auto": {"controller": "auto", "charge": True},
+    "line search": {"controller": "line_search", "charge": True},
 }
 
 

@@ -42,9 +42,9 @@ MAY_IMPORT = {
         "probe",
     },
     "ensemble": {
-        "arguments", "assignment", "checks", "controllers", "converge", "fan_out", "find_lr", "guard", "hooks",
-        "hyperparameter", "in_forward", "in_groups", "judge", "local_gradients", "outer_step", "record", "replicas",
-        "rollback", "rounds", "score",
+        "arguments", "assignment", "checks", "controllers", "converge", "fan_out", "find_lr", "found_rate", "guard",
+        "hooks", "hyperparameter", "in_forward", "in_groups", "judge", "local_gradients", "outer_step", "probe", "record",
+        "replicas", "rollback", "rounds", "score", "snapshot",
     },
     "one_cycle": {
         "arguments", "assignment", "checks", "controllers", "ensemble", "hooks", "in_groups", "record", "score",

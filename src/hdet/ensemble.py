@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -24,6 +24,8 @@ from hdet.arguments import check_count
 from hdet.assignment import Design
 from hdet.controllers import Controller, Fixed, Observation, Report, Steering, plan
 from hdet.fan_out import FanOut
+from hdet.find_lr import find_lr
+from hdet.found_rate import FoundRate
 from hdet.hooks import Hooks, innermost, unwrap
 from hdet.hyperparameter import Hyperparameter, flatten, representative
 from hdet.in_forward import InForward
@@ -31,6 +33,7 @@ from hdet.in_groups import InGroups, learning_rate
 from hdet.judge import AnyProbe, Judge, Judged
 from hdet.local_gradients import Gradients, LocalGradients
 from hdet.outer_step import OuterStep
+from hdet.probe import Probe
 from hdet.record import HyperparameterRecord, OnRound, RoundRecord
 from hdet.replicas import Replicas, collective_device
 from hdet.rounds import Rounds
@@ -132,6 +135,8 @@ class Ensemble:
         self._rounds.start_from(start_step)
         self._outer = OuterStep(self._plan.outer_step if outer_step is None else outer_step)
         self._judge = Judge(probe, model)
+        self._probe, self._process_group = probe, process_group
+        self._rates = [h.name for h in self._hyperparameters if isinstance(h, InGroups) and h.key == "lr"]
         self._trained: set[int] = set()
         self._opened = False  # whether this round's start has been noted
         self._clock = time.perf_counter()
@@ -192,6 +197,27 @@ class Ensemble:
                 "pass this replica's own training loss: step(loss)"
             )
         return None
+
+    def prepare(self, step_fn: Callable[[int], object], *, also: Sequence[Any] = ()) -> FoundRate | None:
+        """Before the first step: let the controller do what it wants beforehand, such as find the learning rate.
+
+        `Auto` does in long runs: see `hdet.find_lr`, whose arguments these are. The rate that is found scales the
+        schedule of every explored learning rate; weights, optimizers and random numbers are as before. Collective.
+
+        Returns:
+            What was found; None if the controller wants nothing of the kind.
+        """
+        if not self._plan.finds:
+            return None
+        if self._model is None or not isinstance(self._probe, Probe) or self._rounds.at.step > 0:
+            raise ValueError("prepare() needs model= and an hdet.Probe as probe=, and comes before the first step")
+        found = find_lr(
+            self._model, self._optimizers, step_fn, probe=self._probe, outer_step=self._outer.amount, also=also,
+            process_group=self._process_group,
+        )  # fmt: skip
+        self._steering.scale_by(found.scale, self._rates)
+        self._set()
+        return found
 
     def converge(self) -> None:
         """Average the replicas now and begin a new round. Collective; the controller ignores the cut round."""

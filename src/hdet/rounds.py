@@ -99,7 +99,7 @@ class Rounds:
         if self._replicas is not None:
             return False
         self._replicas = find_replicas(self._process_group)
-        if (self._local or any(h.diverges for h in self._hyperparameters)) and self._replicas.size == 1:
+        if (self._local or self._explored()) and self._replicas.size == 1:
             warnings.warn(
                 "there is one replica only, so the spread has no effect and this is plain training; launch "
                 "several with torchrun and call torch.distributed.init_process_group() first",

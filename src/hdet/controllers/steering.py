@@ -63,6 +63,13 @@ class Steering:
         """Go on from `state_dict()`; raises if it was saved for something else."""
         self._state = check_state(state, self.controller.init(self._names))
 
+    def scale_by(self, factor: float, names: Sequence[str], forget: bool = False) -> None:
+        """Multiply some scales; with `forget` the controller remembers nothing else."""
+        fresh = self.controller.init(self._names)
+        for name, entry in self._state.items():
+            scale = entry["scale"] * (factor if name in names else 1.0)
+            self._state[name] = {**(fresh[name] if forget else entry), "scale": scale}
+
     def reset(self) -> None:
         """Begin anew: every scale is 1."""
         self._state = self.controller.init(self._names)

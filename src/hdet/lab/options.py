@@ -88,7 +88,7 @@ class RunOptions:
         _number("weight_decay", self.weight_decay, 0 <= (self.weight_decay or 0) < math.inf, "at least 0", "0.1")
         _one_of("gradients", self.gradients, ("shared", "local"))
         self.explored()
-        if self.replicas == 1 and self.controller != "none":
+        if self.replicas == 1 and self.controller not in ("none", "auto"):  # a long run with auto does not fan out
             raise OptionError("replicas must be 2 or more to fan out, got 1; or choose the controller none")
 
     @property
