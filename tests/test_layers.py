@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "in_process": {"converge", "replicas"},
     "probe": {"arguments", "hooks", "replicas"},
     "find_lr": {"arguments", "hooks", "probe", "replicas"},
-    "rollback": {"arguments", "converge", "replicas"},
+    "snapshot": {"converge", "replicas"},
+    "rollback": {"arguments"},
     "warm_init": {"replicas"},
     "guard": {"arguments", "controllers", "hyperparameter", "replicas"},
     "ensemble": {

@@ -98,6 +98,10 @@ class InProcess(Replicas):
         flat.div_(self.size)
         flat.copy_(self._meet(flat, lambda everyone: torch.stack(everyone).sum(0)))
 
+    def gather_into(self, everyone: Tensor, mine: Tensor) -> None:
+        """Fill `everyone` with every replica's `mine`, one after another."""
+        everyone.copy_(self._meet(mine, torch.cat))
+
     def close(self) -> None:
         """Nothing to give back."""
 
