@@ -39,7 +39,8 @@ def plain_verdicts(losses, steps, window=100, every=100):
         if start is None:
             lowest = all(level <= smooth(i) for i in range(began, k))
             if since >= window:
-                start, best, blocks_from = level, level, k + 1
+                start = smooth(began + math.ceil(window / 10 / steps) - 1)
+                best, error, blocks_from = level, abs(start) / 32, k + 1
         else:
             size = math.ceil(window / 2 / steps)
             ended = max(began, blocks_from)
@@ -52,12 +53,11 @@ def plain_verdicts(losses, steps, window=100, every=100):
                 continue
             high, low = min(level, smooth(k - 1)), max(level, smooth(k - 1))
             lowest, best = low < best, min(low, best)
-            if len(bends) < 4 or low - best <= 8 * error:
-                ages = np.arange(len(bends))[::-1]
-                noise = np.average(bends, weights=np.exp(-ages / 30)) if bends else 0.0
-                error = max(math.sqrt(noise) * (1 + 8 / len(bends)), 1e-6 * abs(means[-1])) if bends else 0.0
+            if len(bends) >= 4 and low - best <= 8 * error:
+                noise = np.average(bends, weights=np.exp(-np.arange(len(bends))[::-1] / 30))
+                error = max(math.sqrt(noise) * (1 + 8 / len(bends)), 1e-6 * abs(means[-1]))
             gained = start - best
-            if len(bends) >= 4 and gained > 8 * error and high - best > max(gained / 2, 8 * error):
+            if gained > 8 * error and high - best > max(gained / 2, 8 * error):
                 verdict, began, saved = "alarm", k + 1, k
         if verdict == "ok" and lowest and (saved is None or (k - saved) * steps >= every):
             verdict, saved = "best", k
@@ -127,6 +127,13 @@ def test_divergence_is_noticed_in_time(steps, rounds, noise):
         assert delay <= most + slack, f"{name} was noticed after {delay} steps"
 
 
+@pytest.mark.parametrize("steps", [1, 5, 20, 50])
+def test_early_divergence_is_noticed_too(steps):
+    t = (np.arange(2000 // steps) + 0.5) * steps
+    run = np.where(t < 200, 0.5 + 2 * np.exp(-t / 80), 2.3) * (1 + 0.1 / math.sqrt(steps) * np.sin(37 * t))
+    assert 200 < (verdicts(run, steps).index("alarm") + 1) * steps <= 400
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_is_an_alarm_at_once(bad):
     for curve in CURVES:
@@ -148,9 +155,9 @@ def test_a_run_that_never_fell_has_nothing_to_give_back():
     assert verdicts(climbing, 5).count("best") == 1, "the first round's: the best there is"
 
 
-def test_bad_batches_in_the_first_window_move_the_start_little():
+def test_a_bad_round_in_the_first_window_does_not_blunt_the_alarm():
     run = losses("power", 5, 300, 0.1, 0)
-    run[1] = 20.0
+    run[5] = 20.0
     run[200:] += 5
     found = verdicts(run, 5)
     assert 200 < found.index("alarm") < 240

@@ -16,9 +16,10 @@ from hdet.arguments import Rule, check_count, check_number
 Verdict = Literal["ok", "best", "alarm"]
 
 # What is gained or given back by fewer standard errors is taken for noise. With 6 of them, noise that lasts for several
-# rounds (a correlation of 1/2 between rounds of 100 steps) raised false alarms in 2-4 % of runs; with 8, in none of 300.
+# rounds (a correlation of 1/2 between rounds of 100 steps) raised false alarms in 2-4 % of runs; with 8 in none of 300.
 _STANDS_OUT = 8.0
-_LEAST_BENDS = 4  # second differences, of six half windows in a row; before that the noise is not known
+_AT_FIRST = 1 / 32  # of the start, until the noise is known: 8 of them are a quarter
+_LEAST_BENDS = 4  # second differences, of six half windows in a row, that it is known from
 _FEW = 8.0  # bends may be small by chance: the noise is (1 + 8 / bends) times what they say
 _NOISE_BENDS = 30  # that it is averaged over
 _ROUNDING = 1e-6  # of the loss, at least, is noise: single precision
@@ -36,21 +37,21 @@ class Alarm:
     The mean training loss of each round goes into an exponential mean L over `window` steps, in which a round of T
     steps weighs as T steps. From `window` steps on::
 
-        start = L over the first window     best = the lowest L so far     e = the noise in L
+        start = L over the first tenth of a window     best = the lowest L     e = the noise in L
         alarm:   start - best > 8 e   and   L - best > max((start - best) / 2, 8 e)
 
     L is taken of two rounds in a row, the higher for `best` and the lower for the alarm: one odd round is neither. A
     loss that is not finite is an alarm at once. After an alarm L begins anew, and for `window` steps there is no other
     but that one; start and best stay.
 
-    The first window holds every step from the first on, so `start` includes the steep fall of the first steps. That is
-    on purpose: it is what "since the start" means, and without it the gain would be small, and the alarm nervous, in
-    runs that learn most at once. It is a mean over the window, so that one bad batch at the start moves it little.
+    The start is the mean of the first steps, ten of them with the default window, and so about the loss of an untrained
+    model. A whole window would be too many: a run with a rate that is too high often learns, and is lost again, within
+    two or three, and would seem to have gained nothing. One step would be too few: one bad batch would set the level.
+    A start that is too high only makes the alarm late. `best` begins at the end of the first window.
 
     The noise e is that of means over half a window (or a round, if that is longer), whose second differences tell it
-    apart from a steady rise or fall. It leaves out the first window, is known six of them later, and is not updated
-    while L stands out from the best: what goes wrong must not count as noise. Until it is known, only a loss that is
-    not finite is an alarm.
+    apart from a steady rise or fall. It leaves out the first window, is known six of them later, and is taken for 1/32
+    of `start` until then. It is not updated while L stands out from the best: what goes wrong is not to count as noise.
 
     A run that has not gained anything that stands out of the noise has nothing to give back: there is no alarm as long
     as its loss is finite. So a run that climbs from its first step on to a finite height is not noticed.
@@ -83,27 +84,29 @@ class Alarm:
             return _gone_back(state), "alarm"
         new = self._smooth(state, loss, steps)
         if not new["started"]:
-            return self._first_window(new)
+            return self._first_window(new, steps)
         if new["steps"] < self.window or new["rounds"] < 2:
             return new, "ok"
         high, low = min(new["level"], state["level"]), max(new["level"], state["level"])
         lowest = low < new["best"]
         new["best"] = min(low, new["best"])
-        known = new["bends"] >= _LEAST_BENDS
-        if not known or low - new["best"] <= _STANDS_OUT * new["error"]:
+        if new["bends"] >= _LEAST_BENDS and low - new["best"] <= _STANDS_OUT * new["error"]:
             new["error"] = _error(new)
         gained, margin = new["start"] - new["best"], _STANDS_OUT * new["error"]
-        if known and gained > margin and high - new["best"] > max(gained / 2, margin):
+        if gained > margin and high - new["best"] > max(gained / 2, margin):
             return _gone_back(new), "alarm"
         return self._verdict(new, lowest)
 
-    def _first_window(self, new: dict[str, float]) -> tuple[dict[str, float], Verdict]:
-        """There is no alarm yet; `best` is the lowest so far, and the start once the window is full."""
+    def _first_window(self, new: dict[str, float], steps: int) -> tuple[dict[str, float], Verdict]:
+        """There is no alarm yet; `best` is the lowest so far, and begins once the window is full."""
+        if 10 * (new["steps"] - steps) < self.window:
+            new["start"] = new["level"]
         lowest = new["rounds"] == 1 or new["level"] <= new["best"]
         if lowest:
             new["best"] = new["level"]
         if new["steps"] >= self.window:
-            new["started"], new["start"], new["best"] = 1.0, new["level"], new["level"]
+            new["started"], new["best"] = 1.0, new["level"]
+            new["error"] = _AT_FIRST * abs(new["start"])
         return self._verdict(new, lowest)
 
     def _verdict(self, state: dict[str, float], lowest: bool) -> tuple[dict[str, float], Verdict]:
@@ -140,9 +143,7 @@ def _end_block(new: dict[str, float]) -> dict[str, float]:
 
 
 def _error(state: Mapping[str, float]) -> float:
-    """The standard error of the mean of half a window, as far as it is known."""
-    if not state["bends"]:
-        return 0.0
+    """The standard error of the mean of half a window."""
     error = math.sqrt(state["noise"] / state["noise_weight"]) * (1 + _FEW / state["bends"])
     return max(error, _ROUNDING * abs(state["last"]))
 
