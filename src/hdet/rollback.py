@@ -57,7 +57,7 @@ class Alarm:
     as its loss is finite. So a run that climbs from its first step on to a finite height is not noticed.
 
     Args:
-        window: how many steps are averaged over. Too few raise false alarms: 100 were needed with batches of 16.
+        window: how many steps are averaged over. Too few raise false alarms, more so with small batches.
         every: at least so many steps lie between two verdicts "best", each of which has a snapshot taken.
     """
 
