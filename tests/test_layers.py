@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "found_rate": set(),
     "bench": {"probe", "range_test", "replicas", "restore"},
     "find_lr": {"arguments", "bench", "found_rate", "hooks", "probe", "range_test", "replicas"},
-    "rollback": {"arguments", "converge", "replicas"},
+    "snapshot": {"converge", "replicas"},
+    "rollback": {"arguments", "replicas", "snapshot"},
     "warm_init": {"replicas"},
     "judge": {"probe", "replicas", "score"},
     "local_gradients": set(),
@@ -39,12 +40,12 @@ MAY_IMPORT = {
     "guard": {"hyperparameter", "replicas"},
     "checks": {
         "arguments", "assignment", "controllers", "hyperparameter", "in_forward", "in_groups", "local_gradients",
-        "probe",
+        "probe", "rollback",
     },
     "ensemble": {
         "arguments", "assignment", "checks", "controllers", "converge", "fan_out", "find_lr", "found_rate", "guard",
-        "hooks", "hyperparameter", "in_forward", "in_groups", "judge", "local_gradients", "outer_step", "probe", "record",
-        "replicas", "rollback", "rounds", "score", "snapshot",
+        "hooks", "hyperparameter", "in_forward", "in_groups", "judge", "local_gradients", "outer_step", "probe",
+        "record", "replicas", "rollback", "rounds", "score",
     },
     "one_cycle": {
         "arguments", "assignment", "checks", "controllers", "ensemble", "hooks", "in_groups", "record", "score",

@@ -15,6 +15,7 @@ from hdet.one_cycle import OneCycleAutoLR
 from hdet.probe import Probe
 from hdet.record import HyperparameterRecord, RoundRecord
 from hdet.replicas import find_replicas
+from hdet.rollback import Rollback
 from hdet.warm_init import warm_init
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ __all__ = [
     "Probe",
     "ReplicaError",
     "Report",
+    "Rollback",
     "RoundRecord",
     "Scalar",
     "Slope",

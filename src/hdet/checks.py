@@ -17,6 +17,7 @@ from hdet.in_forward import InForward
 from hdet.in_groups import InGroups
 from hdet.local_gradients import Gradients
 from hdet.probe import Probe
+from hdet.rollback import Rollback
 
 
 def check_interval(
@@ -53,6 +54,13 @@ def check_design(design: Design) -> Design:
     if design not in ("permutations", "orthogonal", "turns"):
         raise ValueError(f'design must be "permutations", "orthogonal" or "turns", got {design!r}')
     return design
+
+
+def check_rollback(rollback: Rollback) -> Rollback:
+    """The rollback, if it is one."""
+    if not isinstance(rollback, Rollback):
+        raise TypeError(f"rollback must be an hdet.Rollback, got {rollback!r}; write rollback=hdet.Rollback()")
+    return rollback
 
 
 def check_controller(controller: object) -> None:

@@ -138,7 +138,7 @@ def averaged(tensors: Sequence[Tensor], replicas: Replicas, kept: Sequence[Tenso
 
     So do those in `kept`, which are not averaged. Costs one copy of both. They come back too if averaging fails.
     """
-    once = [_elements(t) for t in {id(t): t for t in (*tensors, *kept)}.values()]
+    once = [elements(t) for t in {id(t): t for t in (*tensors, *kept)}.values()]
     own = [t.detach().clone() for t in once]
     try:
         average(tensors, replicas)
@@ -200,10 +200,10 @@ def _arithmetic(dtype: torch.dtype) -> torch.dtype:
 
 def _averageable(tensors: Iterable[Tensor]) -> list[Tensor]:
     once = {id(t): t for t in tensors}
-    return [_elements(t) for t in once.values() if t.numel() and (t.is_floating_point() or t.is_complex())]
+    return [elements(t) for t in once.values() if t.numel() and (t.is_floating_point() or t.is_complex())]
 
 
-def _elements(tensor: Tensor) -> Tensor:
+def elements(tensor: Tensor) -> Tensor:
     """`tensor` itself, or a view without the repetitions of an expanded one, in which each element is one place."""
     for dim in range(tensor.dim()):
         if tensor.stride(dim) == 0 and tensor.size(dim) > 1:

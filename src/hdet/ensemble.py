@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from hdet.outer_step import OuterStep
 from hdet.probe import Probe
 from hdet.record import HyperparameterRecord, OnRound, RoundRecord
 from hdet.replicas import Replicas, collective_device
+from hdet.rollback import Keeper, Rollback, Verdict
 from hdet.rounds import Rounds
 from hdet.score import Loss, as_loss
 
@@ -62,6 +64,8 @@ class Ensemble:
             is taken whole. By default what the controller wants, which mostly is 1.
         design: how slots are dealt to several hyperparameters: "permutations", "orthogonal" or "turns"; by default
             what the controller wants.
+        rollback: what to do when the run diverges: an `hdet.Rollback`; None to do nothing. Needs the losses, and one
+            small gather at the end of each round. Data and schedule do not rewind.
         act: False to observe: everything is measured and recorded, the centers stay on the schedule.
         model: the trained module; its floating-point buffers (BatchNorm statistics) are averaged too.
         also: modules or tensors that follow the weights (EMA, SWA, fp32 masters), averaged along.
@@ -97,6 +101,7 @@ class Ensemble:
         gradients: Gradients = "shared",
         outer_step: float | None = None,
         design: Design | None = None,
+        rollback: Rollback | None = None,
         act: bool = True,
         model: nn.Module | None = None,
         also: Sequence[nn.Module | Tensor] = (),
@@ -133,6 +138,7 @@ class Ensemble:
             design=self.design, until=self._plan.until, local=self._local,
         )  # fmt: skip
         self._rounds.start_from(start_step)
+        self._keeper = None if rollback is None else Keeper(checks.check_rollback(rollback))
         self._outer = OuterStep(self._plan.outer_step if outer_step is None else outer_step)
         self._judge = Judge(probe, model)
         self._probe, self._process_group = probe, process_group
@@ -191,10 +197,10 @@ class Ensemble:
         if loss is not None:
             return as_loss(loss)
         judged = self._steering.controller.needs_score and self._explored and not self._judge.probes
-        if judged and not (self._rounds.at.finished or self.closed):
+        if (judged or self._keeper is not None) and not (self._rounds.at.finished or self.closed):
+            who = type(self._keeper.rollback if self._keeper is not None else self._steering.controller).__name__
             raise ValueError(
-                f"{type(self._steering.controller).__name__} judges the replicas by their losses, but none was given; "
-                "pass this replica's own training loss: step(loss)"
+                f"{who} judges by the losses, but none was given; pass this replica's own training loss: step(loss)"
             )
         return None
 
@@ -324,6 +330,8 @@ class Ensemble:
             state["mid_round"] = saved
         if self._forward:
             state["bases"] = {h.name: list(h.bases()) for h in self._forward}
+        if self._keeper is not None:
+            state["alarm"] = dict(self._keeper.state)
         if self._opened and self._rounds.at.step_in_round > 0:
             state["outer_step"] = self._outer.state_dict()
         return state
@@ -347,6 +355,8 @@ class Ensemble:
         self._outer.load_state_dict(state_dict.get("outer_step", []), averaging.parameters(self._optimizers))
         for h in self._forward:
             h.restore(state_dict["bases"][h.name])
+        if self._keeper is not None:
+            self._keeper.state = dict(state_dict.get("alarm", self._keeper.state))
         self._resume()
 
     def start_from(self, step: int) -> None:
@@ -381,13 +391,16 @@ class Ensemble:
     def _begin_round(self) -> None:
         self._set()
         self._trained = {id(p) for p in averaging.parameters(self._optimizers)}
-        self._fan_out.ready = self._opened or not (self._outer.active or self._judge.probes)
+        waits = self._outer.active or self._judge.probes or self._keeper is not None
+        self._fan_out.ready = self._opened or not waits
 
     def _open_round(self) -> None:
         """Before the first step of a round, while all replicas hold the same weights: note where they begin."""
         self._opened = True
         self._outer.begin(averaging.parameters(self._optimizers))
         at = self._rounds.at
+        if self._keeper is not None and self._keeper.kept_at is None and at.step > 0 and not at.step_in_round:
+            self._keep()  # a run that was resumed: snapshots are not saved
         if self._judge.probes and self._rounds.diverges and at.round > 0 and not at.cut:
             with self._at_center():  # round 0 is left out: noisy copies of a checkpoint may begin it
                 self._judge.begin(at.round, self.replicas)
@@ -399,19 +412,24 @@ class Ensemble:
 
     def _end_round(self, full: bool) -> None:
         records = []
-        if self._rounds.diverges:
-            began = time.perf_counter()
-            tensors = self._weights()
-            explored = {h.key for h in self._explored if isinstance(h, InGroups)}
-            tensors += averaging.optimizer_state(self._optimizers, explored, self._local)
+        began = time.perf_counter()
+        verdict: Verdict = "ok"
+        if self._rounds.diverges or self._keeper is not None:
+            tensors = self._to_average() if self._rounds.diverges else []
             judged = self._agree(tensors, full)
-            averaging.average(tensors, self.replicas)
-            self._rounds.at.equal = True
-            seconds = time.perf_counter() - began - self._judge.seconds_at_end
-            records.append(self._control(full, judged, seconds))
+            verdict = self._watch(judged)
+            if verdict == "alarm":
+                records.append(self._roll_back(full, judged, began))
+            elif tensors:
+                averaging.average(tensors, self.replicas)
+                self._rounds.at.equal = True
+                seconds = time.perf_counter() - began - self._judge.seconds_at_end
+                records.append(self._control(full, judged, seconds))
         if self._rounds.over:
             self._outer.forget()
         self._outer.take()
+        if verdict == "best":
+            self._keep()
         self._judge.reset()
         self._rounds.next_round()
         self._opened = False
@@ -422,6 +440,45 @@ class Ensemble:
         for record in records:  # last, so that a sink that raises leaves no round half ended
             for call in self._on_round:
                 call(record)
+
+    # Rollback
+
+    def _watch(self, judged: Judged) -> Verdict:
+        if self._keeper is None or not self._rounds.at.step_in_round:
+            return "ok"
+        return self._keeper.watch(judged.scores, self._rounds.at.step_in_round, self._rounds.at.step)
+
+    def _kept(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What a snapshot holds: what is equal on all replicas at a round's end, and what is this replica's own."""
+        weights = averaging.parameters(self._optimizers, self._trained)
+        state = [
+            value
+            for optimizer in self._optimizers
+            for p_state in optimizer.state.values()
+            for value in p_state.values()
+            if isinstance(value, Tensor)
+        ]
+        followers = averaging.module_tensors(self._also)
+        return [*weights, *state, *followers], [] if self._model is None else list(self._model.buffers())
+
+    def _keep(self) -> None:
+        if self._keeper is not None:
+            self._keeper.keep(*self._kept(), self.replicas, self._rounds.at.step)
+
+    def _roll_back(self, full: bool, judged: Judged, began: float) -> RoundRecord:
+        """Put the best consensus back and go on from there with lower learning rates."""
+        assert self._keeper is not None
+        self._keeper.put_back(*self._kept())
+        self._outer.forget()
+        self._rounds.at.equal = True
+        cut = self._keeper.rollback.cut
+        record = self._control(False, judged, time.perf_counter() - began)
+        self._steering.scale_by(cut, self._rates, forget=True)
+        said = (
+            f"rolled back at step {self._rounds.at.step} to the weights of step {self._keeper.kept_at}: the loss was "
+            f"{sum(judged.scores) / len(judged.scores):.4g}; learning rates x{cut:g}"
+        )
+        return replace(record, full=full, events=(*record.events, said))
 
     def _control(self, full: bool, judged: Judged, seconds: float) -> RoundRecord:
         at = self._rounds.at
@@ -447,6 +504,10 @@ class Ensemble:
     def _events(self) -> tuple[str, ...]:
         """What to tell beside the numbers: in the first round, what the controller has picked and why."""
         return tuple(self._plan.why.values()) if self._rounds.at.round == 0 else ()
+
+    def _to_average(self) -> list[Tensor]:
+        explored = {h.key for h in self._explored if isinstance(h, InGroups)}
+        return self._weights() + averaging.optimizer_state(self._optimizers, explored, self._local)
 
     def _observe(self, h: Hyperparameter) -> Observation:
         coming = list(h.bases())

@@ -102,6 +102,10 @@ class InProcess(Replicas):
         """Replace `flat` by the first replica's."""
         flat.copy_(self._meet(flat, lambda everyone: everyone[0].clone()))
 
+    def gather_into(self, everyone: Tensor, mine: Tensor) -> None:
+        """Fill `everyone` with every replica's `mine`, one after another."""
+        everyone.copy_(self._meet(mine, torch.cat))
+
     def close(self) -> None:
         """Nothing to give back."""
 

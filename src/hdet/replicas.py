@@ -58,6 +58,16 @@ class Replicas:
         if self.size > 1:
             dist.broadcast(flat, group=self._group(), group_src=0)
 
+    def gather_into(self, everyone: Tensor, mine: Tensor) -> None:
+        """Fill the contiguous `everyone` with every replica's `mine`, one after another, bit for bit.
+
+        `mine` has the same size on all replicas. It travels as bytes: NCCL does not know every dtype.
+        """
+        if self.size == 1:
+            everyone.copy_(mine)
+            return
+        dist.all_gather_into_tensor(everyone.view(torch.uint8), mine.view(torch.uint8), group=self._group())
+
     def close(self) -> None:
         """Give back the process group, if one was made. Not a collective."""
         if self._own is not None and dist.is_initialized():

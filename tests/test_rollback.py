@@ -1,0 +1,237 @@
+"""The alarm against its plain definition, and on curves that do and do not diverge."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from hdet.rollback import Alarm, Rollback
+
+
+def verdicts(losses, steps, alarm=None):
+    """What the alarm says after each round."""
+    alarm = alarm or Alarm()
+    state, found = alarm.init(), []
+    for loss in losses:
+        state, verdict = alarm.update(state, float(loss), steps)
+        found.append(verdict)
+    return found
+
+
+def plain_verdicts(losses, steps, window=100, every=100):
+    """The same from the definitions, each time from the whole history."""
+    found, began, saved = [], 0, None
+    start = best = None
+    error, bends = 0.0, []
+    for k, loss in enumerate(losses):
+        since = (k - began + 1) * steps
+        if not math.isfinite(loss):
+            found.append("alarm")
+            began, saved = k + 1, k
+            continue
+
+        def smooth(last, began=began):
+            weights = [math.exp(-(last - i) * steps / window) for i in range(began, last + 1)]
+            return np.average(losses[began : last + 1], weights=weights)
+
+        level, verdict = smooth(k), "ok"
+        if start is None:
+            lowest = all(level <= smooth(i) for i in range(began, k))
+            if since >= window:
+                start = smooth(began + math.ceil(window / 10 / steps) - 1)
+                best, error, blocks_from = level, abs(start) / 32, k + 1
+        else:
+            size = math.ceil(window / 2 / steps)
+            ended = max(began, blocks_from)
+            ends = range(ended + size, k + 2, size)
+            if len(ends) >= 3 and ends[-1] == k + 1:
+                means = [np.mean(losses[end - size : end]) for end in ends[-3:]]
+                bends.append((means[2] - 2 * means[1] + means[0]) ** 2 / 6)
+            if since < window or k == began:
+                found.append("ok")
+                continue
+            high, low = min(level, smooth(k - 1)), max(level, smooth(k - 1))
+            lowest, best = low < best, min(low, best)
+            if len(bends) >= 4 and low - best <= 8 * error:
+                noise = np.average(bends, weights=np.exp(-np.arange(len(bends))[::-1] / 30))
+                error = max(math.sqrt(noise) * (1 + 8 / len(bends)), 1e-6 * abs(means[-1]))
+            gained = start - best
+            if gained > 8 * error and high - best > max(gained / 2, 8 * error):
+                verdict, began, saved = "alarm", k + 1, k
+        if verdict == "ok" and lowest and (saved is None or (k - saved) * steps >= every):
+            verdict, saved = "best", k
+        found.append(verdict)
+    return found
+
+
+CURVES = {
+    "power": lambda t, end: 0.5 + 2 * (1 + t / 50) ** -0.5,
+    "exponential": lambda t, end: 3 * np.exp(-t / 300) + 0.05,
+    "plateau": lambda t, end: 2.3 + 0 * t,
+    "hardly falls": lambda t, end: 2.3 - 0.1 * t / end,
+    "falls at once": lambda t, end: 1 + 9 * np.exp(-t / 5),
+    "falls late": lambda t, end: 2.3 - 2 / (1 + np.exp(-20 * (t / end - 0.5))),
+}
+
+
+def losses(curve, steps, rounds, noise, seed, correlation=0.0):
+    """Mean losses of rounds, with noise of that share of the loss in each step."""
+    draw = np.random.default_rng(seed).standard_normal(rounds)
+    for k in range(1, rounds if correlation else 0):
+        draw[k] = correlation * draw[k - 1] + math.sqrt(1 - correlation**2) * draw[k]
+    t = (np.arange(rounds) + 0.5) * steps
+    return CURVES[curve](t, rounds * steps) * (1 + noise / math.sqrt(steps) * draw)
+
+
+@pytest.mark.parametrize(("steps", "window"), [(1, 20), (5, 100), (7, 100), (100, 100), (1000, 100)])
+def test_it_is_its_definition(steps, window):
+    noisy = losses("power", steps, 200, 0.1, seed=0)
+    noisy[90:95] *= 50
+    noisy[120] = math.nan
+    noisy[150:] += 10 * np.arange(50)
+    found = verdicts(noisy, steps, Alarm(window, every=3 * steps))
+    assert found == plain_verdicts(noisy, steps, window, every=3 * steps)
+    assert found[0] == "best"
+    assert found[120] == "alarm"
+    assert {"ok", "best", "alarm"} == set(found)
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize(("steps", "rounds"), [(1, 1500), (5, 800), (20, 400), (100, 200), (1000, 100)])
+def test_healthy_runs_raise_no_alarm(curve, steps, rounds):
+    for noise in (0.0, 0.02, 0.3):
+        for seed in range(10):
+            correlation = 0.5 * (seed % 2)
+            found = verdicts(losses(curve, steps, rounds, noise, seed, correlation), steps)
+            assert "alarm" not in found, (noise, seed, found.index("alarm"))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize(("steps", "rounds"), [(1, 2500), (5, 500), (20, 200), (100, 60), (1000, 20)])
+def test_divergence_is_noticed_in_time(steps, rounds, noise):
+    healthy = losses("power", steps, rounds * 2, noise, seed=1)
+    t = np.arange(1, rounds + 1) * steps
+    rise = healthy[0] - healthy[rounds - 1]
+    slack = 300 + 4 * steps  # three windows, and four rounds
+    for name, bad, most in [
+        ("jump", np.full(rounds, 1.5 * rise), 0),
+        ("slow", rise * t / 1000, 1000),
+        ("explodes", np.exp(np.minimum(t / 20, 200.0)) - 1, 0),
+    ]:
+        run = healthy.copy()
+        run[rounds:] += bad
+        found = verdicts(run, steps)
+        assert found.index("alarm") >= rounds, name
+        delay = (found.index("alarm") + 1 - rounds) * steps
+        assert delay <= most + slack, f"{name} was noticed after {delay} steps"
+
+
+@pytest.mark.parametrize("steps", [1, 5, 20, 50])
+def test_early_divergence_is_noticed_too(steps):
+    t = (np.arange(2000 // steps) + 0.5) * steps
+    run = np.where(t < 200, 0.5 + 2 * np.exp(-t / 80), 2.3) * (1 + 0.1 / math.sqrt(steps) * np.sin(37 * t))
+    assert 200 < (verdicts(run, steps).index("alarm") + 1) * steps <= 400
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_an_alarm_at_once(bad):
+    for curve in CURVES:
+        for rounds in (0, 1, 10, 300):
+            found = verdicts([*losses(curve, 5, rounds, 0.1, 0), bad, bad], 5)
+            assert found[rounds:] == ["alarm", "alarm"]
+            assert "alarm" not in found[:rounds]
+
+
+def test_rounding_is_no_signal():
+    rounded = np.float32(2.3) + np.float32(3e-7) * np.random.default_rng(0).integers(-1, 2, 1000).astype(np.float32)
+    rounded[: 1000 // 3] += np.float32(1e-6)
+    assert "alarm" not in verdicts(rounded, 5)
+
+
+def test_a_run_that_never_fell_has_nothing_to_give_back():
+    climbing = 2.3 + 0.01 * np.arange(1000)
+    assert set(verdicts(climbing, 5)) == {"ok", "best"}
+    assert verdicts(climbing, 5).count("best") == 1, "the first round's: the best there is"
+
+
+def test_a_bad_round_in_the_first_window_does_not_blunt_the_alarm():
+    run = losses("power", 5, 300, 0.1, 0)
+    run[5] = 20.0
+    run[200:] += 5
+    found = verdicts(run, 5)
+    assert 200 < found.index("alarm") < 240
+
+
+def test_an_alarm_begins_anew():
+    alarm = Alarm()
+    run = losses("power", 5, 400, 0.1, 0)
+    state = alarm.init()
+    for loss in run:
+        state, _ = alarm.update(state, loss, 5)
+    best = state["best"]
+    kept = dict(state)
+    again, verdict = alarm.update(state, math.inf, 5)
+    assert (verdict, again["alarms"], again["best"], again["steps"]) == ("alarm", 1.0, best, 0.0)
+    assert state == kept, "the state that was given is left as it is"
+    found = []
+    for loss in np.full(60, 5.0):  # as bad as before: no alarm until a window is full
+        again, verdict = alarm.update(again, loss, 5)
+        found.append(verdict)
+    assert found.index("alarm") == 19
+    assert again["alarms"] == 4.0
+    for loss in run[-100:]:
+        again, verdict = alarm.update(again, loss, 5)
+        assert verdict != "alarm"
+
+
+def test_snapshots_are_not_taken_too_often():
+    falling = 10 - 0.001 * np.arange(1000)
+    for every in (50, 100, 333):
+        bests = [k for k, verdict in enumerate(verdicts(falling, 5, Alarm(every=every))) if verdict == "best"]
+        assert bests[0] == 0
+        assert 5 * min(np.diff(bests)) >= every
+        assert len(bests) >= 5000 / (every + 5) - 3
+
+
+def test_the_state_is_plain_floats():
+    alarm = Alarm()
+    state = alarm.init()
+    for loss in losses("power", 5, 100, 0.1, 0):
+        state, _ = alarm.update(state, float(loss), 5)
+        assert all(type(value) is float and math.isfinite(value) for value in state.values())
+    assert json.loads(json.dumps(state)) == state
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window must be at least 1 optimizer steps, got 0"),
+        ({"cut": 1.0}, "cut must lie between 0 and 1, got 1.0; write for example 0.25"),
+        ({"cut": 0.0}, "cut must lie between 0 and 1"),
+        ({"most": 0}, "most must be at least 1"),
+        ({"every": -3}, "every must be at least 1"),
+    ],
+)
+def test_options_that_make_no_sense(options, message):
+    with pytest.raises(ValueError, match=message):
+        Rollback(**options)
+
+
+@pytest.mark.parametrize("options", [{"window": 1.5}, {"cut": "half"}, {"most": None}, {"every": True}])
+def test_options_that_are_no_numbers(options):
+    with pytest.raises(TypeError, match="must be"):
+        Rollback(**options)
+
+
+def test_too_many_rollbacks_are_an_error():
+    rollback = Rollback(most=2)
+    assert rollback.alarm == Alarm(100, 100)
+    state = rollback.alarm.init()
+    for count in range(3):
+        state, verdict = rollback.alarm.update(state, math.nan, 5)
+        assert verdict == "alarm"
+        if count < 2:
+            rollback.check(state, step=77)
+    with pytest.raises(RuntimeError, match=r"diverged again at step 77, after 2 rollbacks.*Rollback\(most=4\)"):
+        rollback.check(state, step=77)
