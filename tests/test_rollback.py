@@ -5,7 +5,11 @@ import math
 
 import numpy as np
 import pytest
+import torch
+from processes import run
+from torch import nn, optim
 
+import hdet
 from hdet.rollback import Alarm, Rollback
 
 
@@ -235,3 +239,65 @@ def test_too_many_rollbacks_are_an_error():
             rollback.check(state, step=77)
     with pytest.raises(RuntimeError, match=r"diverged again at step 77, after 2 rollbacks.*Rollback\(most=4\)"):
         rollback.check(state, step=77)
+
+
+# In the ensemble
+
+
+def diverging(spread, gradients):
+    """A burst of a rate 1e4 times too high: without rollback the loss is infinite, with it the run goes on."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    model = net if gradients == "local" else hdet.data_parallel(net)
+    o = optim.Adam(model.parameters(), lr=1e-2)
+    events = []
+    ensemble = hdet.Ensemble(
+        o, [hdet.learning_rate(o, spread=spread)], total_steps=400, interval=5, model=model, gradients=gradients,
+        rollback=hdet.Rollback(window=20, every=20), on_round=[lambda r: events.extend(r.events)],
+    )  # fmt: skip
+    losses = []
+    for step in range(400):
+        x = torch.randn(16, 3, generator=torch.Generator().manual_seed(10 * step + ensemble.replicas.rank))
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        if 200 <= step < 203:
+            for p in model.parameters():
+                p.grad.fill_(math.inf)
+        o.step()
+        o.zero_grad()
+        ensemble.step(loss)
+        losses.append(loss.item())
+    ensemble.close()
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return events, ensemble.state_dict()["controller"]["learning_rate"]["scale"], losses[-1], weights
+
+
+@pytest.mark.parametrize(("spread", "gradients"), [(0.0, "shared"), (0.3, "shared"), (0.3, "local")])
+def test_a_run_that_breaks_goes_on_from_its_best_weights(spread, gradients):
+    first, second = hdet.in_process(diverging, 2, spread, gradients)
+    events, scale, loss, weights = first
+    assert len(events) == 1
+    assert "rolled back at step 20" in events[0]
+    assert scale == 0.25
+    assert loss < 0.5
+    assert torch.equal(weights, second[3])
+    assert (events, scale) == second[:2]
+
+
+def test_rollback_on_real_processes():
+    first, second = run(diverging, 2, 0.3, "shared")
+    assert first[0] == second[0]
+    assert len(first[0]) == 1
+    assert torch.equal(first[3], second[3])
+
+
+def test_without_losses_it_is_refused():
+    model = nn.Linear(2, 1)
+    o = optim.SGD(model.parameters(), lr=0.1)
+    ensemble = hdet.Ensemble(o, total_steps=10, rollback=hdet.Rollback())
+    model(torch.ones(1, 2)).sum().backward()
+    o.step()
+    with pytest.raises(ValueError, match="Rollback judges by the losses"):
+        ensemble.step()
+    with pytest.raises(TypeError, match=r"rollback=hdet\.Rollback\(\)"):
+        hdet.Ensemble(o, total_steps=10, rollback=True)

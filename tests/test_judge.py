@@ -1,0 +1,237 @@
+"""A probe in the ensemble: the same data for all, the start of the round shared out, resume, refusals, cost."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+
+import hdet
+
+X = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
+Y = X.sum(1, keepdim=True)
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, i):
+        return X[i], Y[i]
+
+
+def loss_fn(model, batch):
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+class Watching(hdet.LineSearch):
+    """A line search that keeps its reports."""
+
+    def update(self, state, report):
+        reports.append(report)
+        return super().update(state, report)
+
+
+reports = []
+
+
+def make(controller=None, total_steps=40, interval=4, norm=False, spread=2.0, **options):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)) if norm else nn.Linear(3, 1)
+    model = hdet.data_parallel(net)
+    o = optim.SGD(model.parameters(), lr=1e-3)
+    rates = [hdet.learning_rate(o, spread=spread, ladder="log")]
+    probe = hdet.Probe(Data(), loss_fn, size=16, chunk=4)
+    ensemble = hdet.Ensemble(
+        o, rates, total_steps=total_steps, interval=interval, controller=controller or Watching(), probe=probe,
+        model=model, **options,
+    )  # fmt: skip
+    return model, o, ensemble, probe
+
+
+def train(model, o, ensemble, steps, first=0):
+    rank = ensemble.replicas.rank
+    for step in range(first, first + steps):
+        g = torch.Generator().manual_seed(100 * step + rank)
+        chosen = torch.randint(len(X), (8,), generator=g)
+        loss = loss_fn(model, (X[chosen], Y[chosen]))
+        loss.backward()
+        o.step()
+        o.zero_grad()
+        ensemble.step(loss)
+
+
+def what_the_controller_sees(norm):
+    """Scores by hand: the loss of every replica's weights, and of the round's first weights, on the same samples."""
+    reports.clear()
+    model, o, ensemble, _ = make(norm=norm)
+    train(model, o, ensemble, 4)
+    assert reports[-1].start is None  # replicas may begin the run with noisy copies
+    assert reports[-1].probe is not None
+    twin = hdet.Probe(Data(), loss_fn, size=16, chunk=4)
+    first = twin.score(model, 1, ensemble.replicas).item()
+    buffers = [b.clone() for b in model.buffers()]
+    train(model, o, ensemble, 3, 4)
+    moved = [b.clone() for b in model.buffers()]
+    assert not norm or any(not torch.equal(a, b) for a, b in zip(buffers, moved, strict=True))
+    g = torch.Generator().manual_seed(100 * 7 + ensemble.replicas.rank)
+    chosen = torch.randint(len(X), (8,), generator=g)
+    loss = loss_fn(model, (X[chosen], Y[chosen]))
+    loss.backward()
+    o.step()
+    own = twin.score(model, 1, ensemble.replicas).item()
+    ensemble.step(loss)
+    report = reports[-1]
+    assert report.start == pytest.approx(first, rel=1e-6)
+    assert report.probe[ensemble.replicas.rank] == pytest.approx(own, rel=1e-6)
+    assert report.total_steps == 40
+    assert len(set(report.probe)) == ensemble.replicas.size
+    ensemble.close()
+    return report.probe, report.start
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_the_controller_sees_every_replicas_loss_on_the_same_data(norm):
+    first, second = run(what_the_controller_sees, 2, norm)
+    assert first == second
+
+
+def test_in_one_process_too():
+    assert len(set(map(str, hdet.in_process(what_the_controller_sees, 3, False)))) == 1
+
+
+def resume():
+    whole = make()
+    train(*whole[:3], 14)
+    model, o, ensemble, _ = make()
+    train(model, o, ensemble, 10)
+    saved = model.state_dict(), o.state_dict(), ensemble.state_dict()
+    model, o, ensemble, _ = make()
+    model.load_state_dict(saved[0])
+    o.load_state_dict(saved[1])
+    ensemble.load_state_dict(saved[2])
+    train(model, o, ensemble, 4, 10)
+    assert ensemble.state_dict()["controller"] == whole[2].state_dict()["controller"]
+    for a, b in zip(model.parameters(), whole[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_resume_in_mid_round_is_exact():
+    run(resume, 2)
+
+
+def a_low_start():
+    """Thirty times too low, on a quadratic whose best rate is known: the line search finds it in one short run."""
+    model, o, ensemble, _ = make(controller=hdet.Auto(), total_steps=200, interval="auto", on_round=[records.append])
+    train(model, o, ensemble, 200)
+    return ensemble.scales["learning_rate"], loss_fn(model, (X, Y)).item()
+
+
+records = []
+
+
+def test_a_rate_that_is_far_too_low_is_raised():
+    records.clear()
+    found = hdet.in_process(a_low_start, 4)
+    assert len(set(found)) == 1
+    assert found[0][0] > 30
+    assert found[0][1] < 0.01
+    assert "line search" in records[0].events[0]
+    last = records[-2].hyperparameters["learning_rate"]
+    assert last.finding.startswith("learning_rate: x")
+    assert set(last.memory) >= {"slope", "curvature"}
+
+
+def test_what_cannot_work_is_refused():
+    o = optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="LineSearch needs a probe"):
+        hdet.Ensemble(o, total_steps=10, controller=hdet.LineSearch())
+    with pytest.raises(TypeError, match=r"probe must be an hdet\.Probe or a callable"):
+        hdet.Ensemble(o, total_steps=10, probe=3)
+    with pytest.raises(ValueError, match="a Probe needs model="):
+        hdet.Ensemble(o, total_steps=10, probe=hdet.Probe(Data(), loss_fn))
+    with pytest.raises(ValueError, match="design must be"):
+        hdet.Ensemble(o, total_steps=10, design="random")
+
+
+def costs():
+    """A slow probe: the record says what it cost."""
+    import time
+
+    calls = []
+
+    def slow(index):
+        calls.append(index)
+        time.sleep(0.03)
+        return float(dist.get_rank())
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    o = optim.SGD(model.parameters(), lr=1e-3)
+    seen = []
+    ensemble = hdet.Ensemble(
+        o, total_steps=12, interval=4, controller=hdet.Slope(), probe=slow, model=model, on_round=[seen.append]
+    )
+    began = time.perf_counter()
+    train(model, o, ensemble, 12)
+    whole = time.perf_counter() - began
+    ensemble.close()
+    assert calls == [0, 1, 1, 2, 2]
+    assert sum(r.probe_seconds for r in seen) == pytest.approx(0.15, rel=0.2)
+    assert sum(r.round_seconds for r in seen) == pytest.approx(whole, rel=0.2)
+    assert all(r.converge_seconds + r.probe_seconds < r.round_seconds for r in seen)
+
+
+def test_the_record_says_what_the_probe_cost():
+    run(costs, 2)
+
+
+def found_before_the_run():
+    """Auto in a long run: prepare() scales the schedule and leaves everything else as it was."""
+    model, o, ensemble, _ = make(controller=hdet.Auto(), total_steps=5000, interval="auto")
+    assert ensemble.interval == 10
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def step(index):
+        chosen = torch.randint(len(X), (8,), generator=torch.Generator().manual_seed(index))
+        loss_fn(model, (X[chosen], Y[chosen])).backward()
+
+    found = ensemble.prepare(step)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert o.param_groups[0]["lr"] == 1e-3
+    assert ensemble.scales["learning_rate"] == pytest.approx(found.rate / 1e-3)
+    train(model, o, ensemble, 25)
+    with ensemble.consensus():
+        assert loss_fn(model, (X, Y)).item() < 0.5
+    ensemble.close()
+    return found.rate
+
+
+def test_auto_finds_the_rate_before_a_long_run():
+    rates = hdet.in_process(found_before_the_run, 2)
+    assert rates[0] == rates[1]
+    assert 0.03 < rates[0] < 1.0
+
+
+def test_prepare_has_nothing_to_do_in_a_short_run():
+    def nothing():
+        _, _, ensemble, _ = make(controller=hdet.Auto(), total_steps=200, interval="auto")
+        return ensemble.prepare(lambda index: None)
+
+    assert hdet.in_process(nothing, 2) == [None, None]
+
+
+def test_exploration_ends_with_the_active_part():
+    def ended():
+        seen = []
+        _, _, ensemble, _ = made = make(
+            controller=hdet.LineSearch(active=0.5), total_steps=40, interval="auto", on_round=[seen.append]
+        )
+        train(*made[:3], 40)
+        return [record.step for record in seen], ensemble.scales["learning_rate"], math.isfinite(ensemble.total_steps)
+
+    steps, _, _ = hdet.in_process(ended, 2)[0]
+    assert steps == [5, 10, 15, 20]
