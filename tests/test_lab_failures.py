@@ -122,7 +122,7 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capfd):
         (["train", "text", "--replicas", "0"], 2, "replicas must be a whole number of at least 1"),
         (["train", "text", "--replicas", "5"], 2, "replicas must divide"),
         (["train", "text", "--replicas", "1"], 2, "replicas must be 2 or more to fan out"),
-        (["train", "text", "--spread", "1.5"], 2, "spread must be in [0, 1)"),
+        (["train", "text", "--spread", "1"], 2, "spread must be in [0, 1), or above 1"),
         (["train", "text", "--peak-lr", "0"], 2, "peak_lr must be positive"),
         (["train", "text", "--peak-lr", "fast"], 2, "invalid float value: 'fast'"),
         (["train", "text", "--interval", "0"], 2, "interval must be a whole number of at least 1"),
