@@ -42,10 +42,12 @@ MAY_IMPORT = {
         "arguments", "assignment", "controllers", "hyperparameter", "in_forward", "in_groups", "local_gradients",
         "probe", "rollback",
     },
+    "tensors": {"converge", "hyperparameter", "in_forward", "in_groups"},
+    "values": {"fan_out", "hyperparameter", "in_forward", "in_groups"},
     "ensemble": {
-        "arguments", "assignment", "checks", "controllers", "converge", "fan_out", "find_lr", "found_rate", "guard",
-        "hooks", "hyperparameter", "in_forward", "in_groups", "judge", "local_gradients", "outer_step", "probe",
-        "record", "replicas", "rollback", "rounds", "score",
+        "arguments", "assignment", "checks", "controllers", "converge", "find_lr", "found_rate", "guard", "hooks",
+        "hyperparameter", "in_groups", "judge", "local_gradients", "outer_step", "probe", "record", "replicas",
+        "rollback", "rounds", "score", "tensors", "values",
     },
     "one_cycle": {
         "arguments", "assignment", "checks", "controllers", "ensemble", "hooks", "in_groups", "record", "score",

@@ -1,5 +1,7 @@
 """The outer step: a part of the way, in place, with and without fan-out."""
 
+import copy
+
 import pytest
 import torch
 from processes import run
@@ -116,3 +118,14 @@ def test_the_drop_in_takes_it_too():
         scheduler.step()
     after = nn.utils.parameters_to_vector(model.parameters()).detach()
     torch.testing.assert_close(after, (before + whole) / 2)
+
+
+def test_after_the_last_step_training_is_plain():
+    model, optimizer = model_and_optimizer()
+    rates = [hdet.learning_rate(optimizer, spread=0.0)]
+    ensemble = hdet.Ensemble(optimizer, rates, total_steps=10, interval=5, outer_step=0.5)
+    train(model, optimizer, ensemble, 10)
+    twin, twin_optimizer = model_and_optimizer()
+    twin.load_state_dict(model.state_dict())
+    twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(train(model, optimizer, ensemble, 7, 10), train(twin, twin_optimizer, None, 7, 10))

@@ -24,12 +24,10 @@ from hdet import converge as averaging
 from hdet.arguments import check_count
 from hdet.assignment import Design
 from hdet.controllers import Controller, Fixed, Observation, Report, Steering, plan
-from hdet.fan_out import FanOut
 from hdet.find_lr import find_lr
 from hdet.found_rate import FoundRate
 from hdet.hooks import Hooks, innermost, unwrap
 from hdet.hyperparameter import Hyperparameter, flatten, representative
-from hdet.in_forward import InForward
 from hdet.in_groups import InGroups, learning_rate
 from hdet.judge import AnyProbe, Judge, Judged
 from hdet.local_gradients import Gradients, LocalGradients
@@ -40,6 +38,8 @@ from hdet.replicas import Replicas, collective_device
 from hdet.rollback import Keeper, Rollback, Verdict
 from hdet.rounds import Rounds
 from hdet.score import Loss, as_loss
+from hdet.tensors import Tensors
+from hdet.values import Values
 
 _MOST_UNSEEN = 100
 _VERSION = 1
@@ -128,7 +128,8 @@ class Ensemble:
         self.interval = checks.check_interval(interval, total_steps, explores, self._plan.interval)
         self.design = checks.check_design(design or self._plan.design)
         self.seed = seed
-        self._model, self._also = model, tuple(also)
+        self._model = model
+        self._tensors = Tensors(self._optimizers, model, tuple(also), self._hyperparameters, self._local)
         self._on_round = tuple(on_round)
 
         self._steering = Steering(controller, names, act)
@@ -143,16 +144,14 @@ class Ensemble:
         self._judge = Judge(probe, model)
         self._probe, self._process_group = probe, process_group
         self._rates = [h.name for h in self._hyperparameters if isinstance(h, InGroups) and h.key == "lr"]
-        self._trained: set[int] = set()
         self._opened = False  # whether this round's start has been noted
         self._clock = time.perf_counter()
         self._unseen = 0
         self._in_consensus = False
         self.closed = False
         self._warned_state_dict = False
-        in_groups = [h for h in self._hyperparameters if isinstance(h, InGroups)]
-        self._forward = [h for h in self._hyperparameters if isinstance(h, InForward)]
-        self._fan_out = FanOut(self._optimizers, in_groups, self._before_step)
+        self._values = Values(self._optimizers, self._hyperparameters, self._before_step)
+        self._fan_out = self._values.fan_out
         self._hooks = Hooks(self)
         self._switch = LocalGradients(model if self._local else None)
         self._switch.start()
@@ -222,7 +221,7 @@ class Ensemble:
             process_group=self._process_group,
         )  # fmt: skip
         self._steering.scale_by(found.scale, self._rates)
-        self._set()
+        self._values.set(self.scales, self._rounds.multipliers)
         return found
 
     def converge(self) -> None:
@@ -245,7 +244,7 @@ class Ensemble:
         self._rounds.finish()
         self._outer.forget()
         self._switch.restore()
-        self._set()
+        self._values.set(self.scales, self._rounds.multipliers)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -257,13 +256,12 @@ class Ensemble:
         if self._in_consensus:
             raise RuntimeError("consensus() is entered already; leave it before entering it again")
         self._start()
-        tensors = [] if self._equal else self._weights()
-        buffers = [] if self._model is None else list(self._model.buffers())
+        tensors = [] if self._equal else self._tensors.weights()
         if tensors:
             self._agree(tensors, full=False)
         self._in_consensus, self._fan_out.ready = True, False
         try:
-            with averaging.averaged(tensors, self.replicas, kept=buffers), self._at_center():
+            with averaging.averaged(tensors, self.replicas, kept=self._tensors.buffers()), self._values.at_center():
                 yield
         finally:
             self._in_consensus = False
@@ -274,9 +272,7 @@ class Ensemble:
         The parameter groups hold the bases, so what a controller has moved ends with the ensemble.
         """
         self.closed = True
-        self._fan_out.close()
-        for h in self._forward:
-            h.restore()
+        self._values.close()
         self._switch.restore()
         self._hooks.remove()
         self._rounds.close()
@@ -328,8 +324,7 @@ class Ensemble:
             replicas = self.replicas
             saved = {"replica": replicas.rank, "replicas": replicas.size, "judge": self._judge.state_dict()}
             state["mid_round"] = saved
-        if self._forward:
-            state["bases"] = {h.name: list(h.bases()) for h in self._forward}
+        state["bases"] = self._values.state_dict()
         if self._keeper is not None:
             state["alarm"] = dict(self._keeper.state)
         if self._opened and self._rounds.at.step_in_round > 0:
@@ -352,9 +347,8 @@ class Ensemble:
         if mid_round is not None:
             self._judge.load_state_dict(mid_round["judge"])
         self._rounds.load_state_dict(state_dict["progress"])
-        self._outer.load_state_dict(state_dict.get("outer_step", []), averaging.parameters(self._optimizers))
-        for h in self._forward:
-            h.restore(state_dict["bases"][h.name])
+        self._outer.load_state_dict(state_dict.get("outer_step", []), self._tensors.parameters())
+        self._values.load_state_dict(state_dict["bases"])
         if self._keeper is not None:
             self._keeper.state = dict(state_dict.get("alarm", self._keeper.state))
         self._resume()
@@ -373,7 +367,7 @@ class Ensemble:
         self._fan_out.count()
         self._opened = self._rounds.at.step_in_round > 0
         self._fan_out.ready = False
-        self._set()
+        self._values.set(self.scales, self._rounds.multipliers)
 
     # Rounds
 
@@ -389,20 +383,22 @@ class Ensemble:
             self._begin_round()
 
     def _begin_round(self) -> None:
-        self._set()
-        self._trained = {id(p) for p in averaging.parameters(self._optimizers)}
+        self._values.set(self.scales, self._rounds.multipliers)
+        self._tensors.begin_round()
         waits = self._outer.active or self._judge.probes or self._keeper is not None
         self._fan_out.ready = self._opened or not waits
 
     def _open_round(self) -> None:
         """Before the first step of a round, while all replicas hold the same weights: note where they begin."""
         self._opened = True
-        self._outer.begin(averaging.parameters(self._optimizers))
+        if self._rounds.at.finished:
+            return
+        self._outer.begin(self._tensors.parameters())
         at = self._rounds.at
         if self._keeper is not None and self._keeper.kept_at is None and at.step > 0 and not at.step_in_round:
             self._keep()  # a run that was resumed: snapshots are not saved
         if self._judge.probes and self._rounds.diverges and at.round > 0 and not at.cut:
-            with self._at_center():  # round 0 is left out: noisy copies of a checkpoint may begin it
+            with self._values.at_center():  # round 0 is left out: noisy copies of a checkpoint may begin it
                 self._judge.begin(at.round, self.replicas)
 
     def _count(self) -> bool:
@@ -414,13 +410,13 @@ class Ensemble:
         records = []
         began = time.perf_counter()
         verdict: Verdict = "ok"
-        if self._rounds.diverges or self._keeper is not None:
-            tensors = self._to_average() if self._rounds.diverges else []
+        if self._rounds.diverges or (self._keeper is not None and not self._rounds.at.finished):
+            tensors = self._tensors.to_average() if self._rounds.diverges else []
             judged = self._agree(tensors, full)
             verdict = self._watch(judged)
             if verdict == "alarm":
                 records.append(self._roll_back(full, judged, began))
-            elif tensors:
+            else:
                 averaging.average(tensors, self.replicas)
                 self._rounds.at.equal = True
                 seconds = time.perf_counter() - began - self._judge.seconds_at_end
@@ -448,27 +444,14 @@ class Ensemble:
             return "ok"
         return self._keeper.watch(judged.scores, self._rounds.at.step_in_round, self._rounds.at.step)
 
-    def _kept(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What a snapshot holds: what is equal on all replicas at a round's end, and what is this replica's own."""
-        weights = averaging.parameters(self._optimizers, self._trained)
-        state = [
-            value
-            for optimizer in self._optimizers
-            for p_state in optimizer.state.values()
-            for value in p_state.values()
-            if isinstance(value, Tensor)
-        ]
-        followers = averaging.module_tensors(self._also)
-        return [*weights, *state, *followers], [] if self._model is None else list(self._model.buffers())
-
     def _keep(self) -> None:
         if self._keeper is not None:
-            self._keeper.keep(*self._kept(), self.replicas, self._rounds.at.step)
+            self._keeper.keep(*self._tensors.kept(), self.replicas, self._rounds.at.step)
 
     def _roll_back(self, full: bool, judged: Judged, began: float) -> RoundRecord:
         """Put the best consensus back and go on from there with lower learning rates."""
         assert self._keeper is not None
-        self._keeper.put_back(*self._kept())
+        self._keeper.put_back(*self._tensors.kept())
         self._outer.forget()
         self._rounds.at.equal = True
         cut = self._keeper.rollback.cut
@@ -505,14 +488,9 @@ class Ensemble:
         """What to tell beside the numbers: in the first round, what the controller has picked and why."""
         return tuple(self._plan.why.values()) if self._rounds.at.round == 0 else ()
 
-    def _to_average(self) -> list[Tensor]:
-        explored = {h.key for h in self._explored if isinstance(h, InGroups)}
-        return self._weights() + averaging.optimizer_state(self._optimizers, explored, self._local)
-
     def _observe(self, h: Hyperparameter) -> Observation:
         coming = list(h.bases())
-        used = self._fan_out.used(h.name) if isinstance(h, InGroups) else coming
-        base, next_base = representative(used or coming, coming)
+        base, next_base = representative(self._values.used(h) or coming, coming)
         dealt = self._rounds.dealt[h.name]
         return Observation(base, next_base, h.floor, dealt, h.peak(), h.limits(next_base, len(dealt)))
 
@@ -528,34 +506,6 @@ class Ensemble:
         step = self._rounds.at.step
         table = guard.agree(self.replicas, step, layout, options, self._hyperparameters, numbers)
         return self._judge.read(table, full)
-
-    def _set(self) -> None:
-        """Let this replica train with its values from the next step on."""
-        scales, multipliers = self.scales, self._rounds.multipliers
-        self._fan_out.set(scales, multipliers)
-        for h in self._forward:
-            h.write(scales[h.name], multipliers[h.name])
-
-    @contextmanager
-    def _at_center(self) -> Iterator[None]:
-        """Within it the forward pass reads the centers."""
-        scales, multipliers = self.scales, self._rounds.multipliers
-        for h in self._forward:
-            h.write(scales[h.name], 1.0)
-        try:
-            yield
-        finally:
-            for h in self._forward:
-                h.write(scales[h.name], multipliers[h.name])
-
-    def _weights(self) -> list[Tensor]:
-        found = [
-            *averaging.parameters(self._optimizers, self._trained),
-            *averaging.buffers(self._model),
-            *averaging.module_tensors(self._also),
-        ]
-        explored = {id(t) for h in self._forward for t in h.tensors()}
-        return list({id(t): t for t in found if id(t) not in explored}.values())
 
     # Small steps
 

@@ -1,0 +1,76 @@
+"""Which tensors of a run are averaged, stepped back and kept. What is done with them: `converge.py` and others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdet import converge
+from hdet.hyperparameter import Hyperparameter
+from hdet.in_forward import InForward
+from hdet.in_groups import InGroups
+
+
+class Tensors:
+    """The tensors of one replica, looked up anew each time: layers are frozen, groups and state are added.
+
+    Args:
+        optimizers: whose parameters are trained.
+        model: whose buffers are averaged too, if given.
+        also: modules and tensors that follow the weights.
+        hyperparameters: what is explored decides which optimizer state can differ.
+        local: gradients are not shared, so that all of it can.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        model: nn.Module | None,
+        also: Sequence[nn.Module | Tensor],
+        hyperparameters: Sequence[Hyperparameter],
+        local: bool,
+    ) -> None:
+        self._optimizers, self._model, self._also, self._local = optimizers, model, also, local
+        self._explored = {h.key for h in hyperparameters if isinstance(h, InGroups) and h.diverges}
+        self._forward = [h for h in hyperparameters if isinstance(h, InForward)]
+        self._trained: set[int] = set()
+
+    def begin_round(self) -> None:
+        """Note what is trained now: it is averaged at the round's end even if it has been frozen by then."""
+        self._trained = {id(p) for p in self.parameters()}
+
+    def parameters(self) -> list[Tensor]:
+        """What the optimizers train now."""
+        return converge.parameters(self._optimizers)
+
+    def buffers(self) -> list[Tensor]:
+        """All buffers of the model, whatever their dtype."""
+        return [] if self._model is None else list(self._model.buffers())
+
+    def weights(self) -> list[Tensor]:
+        """What makes up the consensus: parameters, buffers and followers."""
+        found = [
+            *converge.parameters(self._optimizers, self._trained),
+            *converge.buffers(self._model),
+            *converge.module_tensors(self._also),
+        ]
+        apart = {id(t) for h in self._forward for t in h.tensors()}  # replicas differ in these on purpose
+        return list({id(t): t for t in found if id(t) not in apart}.values())
+
+    def to_average(self) -> list[Tensor]:
+        """What replicas can differ in at the end of a round: the weights, and optimizer state."""
+        return self.weights() + converge.optimizer_state(self._optimizers, self._explored, self._local)
+
+    def kept(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What a snapshot holds: what is equal on all replicas at a round's end, and what is this replica's own."""
+        state = [
+            value
+            for optimizer in self._optimizers
+            for entries in optimizer.state.values()
+            for value in entries.values()
+            if isinstance(value, Tensor)
+        ]
+        weights = converge.parameters(self._optimizers, self._trained)
+        return [*weights, *state, *converge.module_tensors(self._also)], self.buffers()
