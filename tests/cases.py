@@ -95,10 +95,11 @@ class Net(nn.Module):
         self.outer = nn.Linear(8, 2)
         self.again = self.tied
         self.frozen = nn.Parameter(torch.full((2,), 0.5), requires_grad=False)
+        self.heat = 1.0
 
     def forward(self, x):
         x = torch.tanh(self.norm(self.inner(x)))
-        return self.outer(self.again(torch.tanh(self.tied(x)))) + self.frozen
+        return self.outer(self.again(torch.tanh(self.tied(x) / self.heat))) + self.frozen
 
 
 def batch(replica, step, dtype=torch.float32):
