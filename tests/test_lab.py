@@ -167,6 +167,37 @@ def test_the_demo_ends_in_three_rows_and_pictures(tmp_path, capsys):
     assert peaks[0] == peaks[2] == peaks[1] / 10
 
 
+@pytest.mark.parametrize(
+    ("arguments", "explored"),
+    [
+        (["text", "--controller", "line_search"], {"learning_rate"}),
+        (["text", "--controller", "auto", "--steps", "4"], {"learning_rate"}),
+        (["digits", "--controller", "slope", "--explore", "learning_rate=0.2,weight_decay=2"],
+         {"learning_rate", "weight_decay"}),
+        (["digits", "--controller", "slope", "--gradients", "local", "--dropout", "0.1", "--label-smoothing", "0.1",
+          "--explore", "dropout=0.2,label_smoothing=0.2"], {"dropout", "label_smoothing"}),
+        (["digits", "--optimizer", "sgd", "--explore", "momentum=0.2", "--controller", "slope"], {"momentum"}),
+        (["flights", "--controller", "fixed", "--outer-step", "0.5", "--gradients", "local"],
+         {"learning_rate/embedding", "learning_rate/no_decay", "learning_rate/dense"}),
+    ],
+)  # fmt: skip
+def test_every_controller_and_everything_explored_can_be_had_from_the_command_line(tmp_path, arguments, explored):
+    folder = tmp_path / "run"
+    words = ["train", *arguments, "--size", "smoke", "--in-process", "--replicas", "2", "--folder", str(folder)]
+    assert cli.main([*words, "--interval", "2", *([] if "--steps" in words else ["--steps", "4"])]) == 0
+    rounds = read_lines(folder / "rounds.jsonl")
+    assert set(rounds[0]["hyperparameters"]) == explored
+    assert set(read(folder / "result.json")["scales"]) == explored
+
+
+def test_what_is_charged_shortens_the_run(tmp_path):
+    folder = tmp_path / "run"
+    words = ["train", "digits", "--size", "smoke", "--controller", "line_search", "--charge", "--in-process"]
+    assert cli.main([*words, "--folder", str(folder)]) == 0
+    # a round of 5 steps costs 3 probes of 4 global batches, forward only: 4 steps
+    assert read(folder / "result.json")["steps"] == int(60 / (1 + 4 / 5))
+
+
 def test_flights_explores_each_parameter_group(tmp_path):
     words = ["train", "flights", "--size", "smoke", "--steps", "4", "--in-process"]
     assert cli.main([*words, "--folder", str(tmp_path / "run")]) == 0
