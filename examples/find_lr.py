@@ -6,8 +6,6 @@ The rate that the optimizer begins with is far too low, which does not matter.
     torchrun --standalone --nproc-per-node 2 examples/find_lr.py
 """
 
-from __future__ import annotations
-
 import os
 
 import torch
