@@ -33,6 +33,14 @@ def test_digits_with_one_replica():
     assert "one replica only" in done.stderr
 
 
+def test_find_lr():
+    done = call(BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "examples/find_lr.py")
+    found, held_out = done.stdout.splitlines()
+    assert 1e-4 < float(found.removeprefix("learning rate ").partition(",")[0]) < 1
+    assert float(held_out.rpartition(" ")[2]) < 1  # guessing: 2.3
+    assert "Warning" not in done.stderr
+
+
 def test_the_overhead_benchmark():
     rows = [line.split("|") for line in call(sys.executable, "benchmarks/overhead.py", "--smoke").stdout.splitlines()]
     parts = {row[1].strip() for row in rows if len(row) > 3}
