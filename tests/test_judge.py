@@ -1,6 +1,7 @@
 """A probe in the ensemble: the same data for all, the start of the round shared out, resume, refusals, cost."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -235,3 +236,100 @@ def test_exploration_ends_with_the_active_part():
 
     steps, _, _ = hdet.in_process(ended, 2)[0]
     assert steps == [5, 10, 15, 20]
+
+
+def no_prepare(finds):
+    model, o, ensemble, _ = make(
+        controller=hdet.Auto(finds=finds), total_steps=5000, interval="auto", on_round=[kept.append]
+    )
+    train(model, o, ensemble, 12)
+    ensemble.close()
+
+
+kept = []
+
+
+def test_auto_in_a_long_run_says_what_it_picked_and_warns_if_it_may_not_look():
+    kept.clear()
+    with pytest.warns(UserWarning, match=r"ensemble\.prepare\(step_fn\)"):
+        hdet.in_process(no_prepare, 2, True)
+    assert kept[0].step == 10
+    assert kept[0].events[0].startswith("learning_rate: to be found before the first step")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hdet.in_process(no_prepare, 2, False)
+
+
+def observe_only():
+    model, _, ensemble, _ = make(controller=hdet.Auto(), total_steps=5000, interval="auto", act=False)
+
+    def step(index):
+        chosen = torch.randint(len(X), (8,), generator=torch.Generator().manual_seed(index))
+        loss_fn(model, (X[chosen], Y[chosen])).backward()
+
+    found = ensemble.prepare(step)
+    return found.rate, ensemble.scales["learning_rate"]
+
+
+def test_what_is_only_observed_does_not_move_the_schedule():
+    rate, scale = hdet.in_process(observe_only, 2)[0]
+    assert rate > 0.01
+    assert scale == 1.0
+
+
+def found_with_local_gradients(wrapped):
+    torch.manual_seed(0)
+    model = hdet.data_parallel(nn.Linear(3, 1)) if wrapped else nn.Linear(3, 1)
+    o = optim.SGD(model.parameters(), lr=1e-3)
+    ensemble = hdet.Ensemble(
+        o, total_steps=5000, controller=hdet.Auto(), model=model, gradients="local",
+        probe=hdet.Probe(Data(), loss_fn, size=16, chunk=4),
+    )  # fmt: skip
+
+    def step(index):
+        g = torch.Generator().manual_seed(10 * index + ensemble.replicas.rank)
+        chosen = torch.randint(len(X), (8,), generator=g)
+        loss_fn(model, (X[chosen], Y[chosen])).backward()
+
+    found = ensemble.prepare(step)
+    assert not model.require_backward_grad_sync
+    return found.rate
+
+
+def test_the_rate_is_found_with_shared_gradients_even_where_training_has_local_ones():
+    rates = hdet.in_process(found_with_local_gradients, 2, True)
+    assert rates[0] == rates[1]
+    with pytest.raises(hdet.ReplicaError, match="wrap the model"):
+        hdet.in_process(found_with_local_gradients, 2, False)
+
+
+def test_a_probe_makes_auto_the_default_and_fixed_does_not_read_one():
+    model = nn.Linear(3, 1)
+    o = optim.SGD(model.parameters(), lr=1e-3)
+    probe = hdet.Probe(Data(), loss_fn, size=16)
+    assert isinstance(hdet.Ensemble(o, total_steps=50, model=model, probe=probe)._steering.controller, hdet.Auto)
+    with pytest.warns(UserWarning, match="Fixed does not read it"):
+        hdet.Ensemble(o, total_steps=50, model=model, probe=probe, controller=hdet.Fixed())
+    with pytest.warns(UserWarning, match="do not lie on a line"):
+        hdet.Ensemble(o, total_steps=50, model=model, probe=probe, gradients="local")
+
+
+def from_zero():
+    """A scalar that begins at zero, in the linear coordinate, judged by a probe whose best is at one."""
+    model = nn.Linear(1, 1)
+    o = optim.SGD(model.parameters(), lr=0.0)
+    shift = hdet.scalar("shift", 0.0, coordinate="linear", bounds=(-5.0, 5.0), unit=1.0, spread=0.5)
+    ensemble = hdet.Ensemble(
+        o, [shift], total_steps=200, interval=1, controller=hdet.Slope(step_size=0.3), gradients="local", model=model,
+        probe=lambda index: (shift.value - 1.0) ** 2,
+    )  # fmt: skip
+    for _ in range(199):
+        model(torch.ones(1, 1)).sum().backward()
+        o.step()
+        ensemble.step(0.0)
+    with ensemble.consensus():
+        return shift.value
+
+
+def test_a_scalar_can_start_from_zero():
+    assert hdet.in_process(from_zero, 4)[0] == pytest.approx(1.0, abs=0.2)

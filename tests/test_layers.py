@@ -50,7 +50,8 @@ MAY_IMPORT = {
         "rollback", "rounds", "score", "tensors", "values",
     },
     "one_cycle": {
-        "arguments", "assignment", "checks", "controllers", "ensemble", "hooks", "in_groups", "record", "score",
+        "arguments", "assignment", "checks", "controllers", "ensemble", "found_rate", "hooks", "in_groups", "record",
+        "rollback", "score",
     },
 }  # fmt: skip
 

@@ -129,3 +129,48 @@ def test_after_the_last_step_training_is_plain():
     twin.load_state_dict(model.state_dict())
     twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert torch.equal(train(model, optimizer, ensemble, 7, 10), train(twin, twin_optimizer, None, 7, 10))
+
+
+def finished(total_steps):
+    torch.manual_seed(0)
+    model = hdet.data_parallel(nn.Linear(3, 1))
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    rates = [hdet.learning_rate(optimizer, spread=0.3)]
+    ensemble = hdet.Ensemble(optimizer, rates, total_steps=total_steps, interval=5, outer_step=0.5, model=model)
+    train(model, optimizer, ensemble, 8)
+    ensemble.finish()
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def test_finish_takes_the_last_round_whole():
+    assert torch.equal(hdet.in_process(finished, 2, None)[0], hdet.in_process(finished, 2, 8)[0])
+
+
+def skips_a_round():
+    """Local gradients, and one replica whose GradScaler skips every step of a round: all must end equal."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    rates = [hdet.learning_rate(optimizer, spread=0.0)]
+    ensemble = hdet.Ensemble(
+        optimizer, rates, total_steps=9, interval=3, outer_step=0.5, gradients="local", model=model
+    )
+    for step in range(9):
+        loss = model(torch.ones(2, 3)).square().mean()
+        loss.backward()
+        if not (ensemble.replicas.rank == 1 and 3 <= step < 6):
+            optimizer.step()
+        optimizer.zero_grad()
+        ensemble.step(loss, attempted=True)
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def test_a_replica_that_skips_a_whole_round_steps_back_too():
+    first, second = hdet.in_process(skips_a_round, 2)
+    assert torch.equal(first, second)
+
+
+def test_an_outer_step_that_is_never_taken_warns():
+    _, optimizer = model_and_optimizer()
+    with pytest.warns(UserWarning, match=r"outer_step=0\.5 has no effect"):
+        hdet.OneCycleAutoLR(optimizer, 0.1, total_steps=10, outer_step=0.5)

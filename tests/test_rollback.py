@@ -301,3 +301,10 @@ def test_without_losses_it_is_refused():
         ensemble.step()
     with pytest.raises(TypeError, match=r"rollback=hdet\.Rollback\(\)"):
         hdet.Ensemble(o, total_steps=10, rollback=True)
+
+
+def test_there_is_always_a_learning_rate_to_cut():
+    model = nn.Linear(2, 1)
+    o = optim.AdamW(model.parameters(), lr=0.1)
+    ensemble = hdet.Ensemble(o, [hdet.momentum(o)], total_steps=10, rollback=hdet.Rollback())
+    assert "learning_rate" in ensemble.scales

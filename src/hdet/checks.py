@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hdet.arguments import check_count
 from hdet.assignment import Design
-from hdet.controllers import Controller, Fixed, Softmax
+from hdet.controllers import Controller, Fixed, Plan, Softmax
 from hdet.hyperparameter import Hyperparameter
 from hdet.in_forward import InForward
 from hdet.in_groups import InGroups
@@ -101,6 +101,39 @@ def warn_without_effect(
             )
     if problem is not None:
         warnings.warn(problem, stacklevel=4)
+
+
+def warn_of_probe(controller: Controller, probe: object, wants: Plan, local: bool) -> None:
+    """Warn of a probe that nobody reads, and of a line search where replicas do not lie on a line."""
+    problem = None
+    if probe is not None and isinstance(controller, Fixed):
+        problem = "the probe costs time and Fixed does not read it: leave it out, or choose another controller"
+    elif local and any("line search" in why for why in wants.why.values()):
+        problem = (
+            "the line search is for shared gradients: with local ones the replicas of a round do not lie on a line; "
+            "use controller=hdet.Slope()"
+        )
+    if problem is not None:
+        warnings.warn(problem, stacklevel=4)
+
+
+def warn_of_outer_step(outer_step: float, interval: int, total_steps: int | None) -> None:
+    """Warn of an outer step that is never taken."""
+    if outer_step < 1 and total_steps is not None and interval >= total_steps:
+        warnings.warn(
+            f"outer_step={outer_step} has no effect: the only round, of {total_steps} steps, is the last one, whose "
+            "way is taken whole; use a shorter interval, for example 10",
+            stacklevel=4,
+        )
+
+
+def warn_not_prepared() -> None:
+    """Warn that a rate was to be found before the first step."""
+    warnings.warn(
+        "Auto finds the learning rate of a long run before its first step, and nobody let it: call "
+        "ensemble.prepare(step_fn); or, if you know the rate, write controller=hdet.Auto(finds=False)",
+        stacklevel=7,
+    )
 
 
 def last_acting_step(interval: int, total_steps: int) -> int:

@@ -8,6 +8,7 @@ ensemble.step(loss)   score the loss; at the end of a round converge, control an
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from hdet import checks, guard
 from hdet import converge as averaging
 from hdet.arguments import check_count
 from hdet.assignment import Design
-from hdet.controllers import Controller, Fixed, Observation, Report, Steering, plan
+from hdet.controllers import Auto, Controller, Fixed, Observation, Report, Steering, plan
 from hdet.find_lr import find_lr
 from hdet.found_rate import FoundRate
 from hdet.hooks import Hooks, innermost, unwrap
@@ -54,7 +55,8 @@ class Ensemble:
         total_steps: optimizer steps of the whole run. The last one always converges. Without it, call
             `finish()` at the end.
         interval: optimizer steps per round; "auto" is total_steps / 200, between 1 and 1000.
-        controller: what moves the centers between rounds; by default nothing does (`Fixed`).
+        controller: what moves the centers between rounds; by default `Auto` where there is a probe, and nothing
+            (`Fixed`) where there is none.
         probe: the same data for all replicas, which their weights are scored on at the end of each round: an
             `hdet.Probe`, or a callable that is given a number and returns the loss of the current weights on data
             that depend on the number alone.
@@ -66,7 +68,8 @@ class Ensemble:
             what the controller wants.
         rollback: what to do when the run diverges: an `hdet.Rollback`; None to do nothing. Needs the losses, and one
             small gather at the end of each round. Data and schedule do not rewind.
-        act: False to observe: everything is measured and recorded, the centers stay on the schedule.
+        act: False to observe: everything is measured and recorded, the centers stay on the schedule (except that a
+            rollback cuts the learning rates).
         model: the trained module; its floating-point buffers (BatchNorm statistics) are averaged too.
         also: modules or tensors that follow the weights (EMA, SWA, fp32 masters), averaged along.
         process_group: the replicas; by default all ranks.
@@ -115,9 +118,12 @@ class Ensemble:
             [learning_rate(self._optimizers)] if hyperparameters is None else hyperparameters
         )
         checks.check_hyperparameters(self._hyperparameters, self._optimizers)
+        if rollback is not None and not any(isinstance(h, InGroups) and h.key == "lr" for h in self._hyperparameters):
+            self._hyperparameters.append(learning_rate(self._optimizers, spread=0.0))  # to be cut
         self._explored = [h for h in self._hyperparameters if h.diverges]
         self._local = gradients == "local"
-        controller = Fixed() if controller is None else controller
+        if controller is None:
+            controller = Fixed() if probe is None else Auto()
         self._check(controller, probe, gradients, model, act)
         checks.check_followers(also, on_round)
         check_count("start_step", start_step, least=0)
@@ -134,6 +140,7 @@ class Ensemble:
 
         self._steering = Steering(controller, names, act)
         checks.warn_without_effect(controller, act, bool(self._explored), self.interval, total_steps)
+        checks.warn_of_probe(controller, probe, self._plan, self._local)
         self._rounds = Rounds(
             self._hyperparameters, self.interval, total_steps, seed, process_group,
             design=self.design, until=self._plan.until, local=self._local,
@@ -141,8 +148,10 @@ class Ensemble:
         self._rounds.start_from(start_step)
         self._keeper = None if rollback is None else Keeper(checks.check_rollback(rollback))
         self._outer = OuterStep(self._plan.outer_step if outer_step is None else outer_step)
+        checks.warn_of_outer_step(self._outer.amount, self.interval, total_steps)
         self._judge = Judge(probe, model)
         self._probe, self._process_group = probe, process_group
+        self._found: FoundRate | None = None
         self._rates = [h.name for h in self._hyperparameters if isinstance(h, InGroups) and h.key == "lr"]
         self._opened = False  # whether this round's start has been noted
         self._clock = time.perf_counter()
@@ -216,11 +225,14 @@ class Ensemble:
             return None
         if self._model is None or not isinstance(self._probe, Probe) or self._rounds.at.step > 0:
             raise ValueError("prepare() needs model= and an hdet.Probe as probe=, and comes before the first step")
-        found = find_lr(
-            self._model, self._optimizers, step_fn, probe=self._probe, outer_step=self._outer.amount, also=also,
-            process_group=self._process_group,
-        )  # fmt: skip
-        self._steering.scale_by(found.scale, self._rates)
+        with self._switch.sharing(self.replicas.size):
+            found = find_lr(
+                self._model, self._optimizers, step_fn, probe=self._probe, outer_step=self._outer.amount, also=also,
+                process_group=self._process_group,
+            )  # fmt: skip
+        self._found = found
+        if self._steering.act:
+            self._steering.scale_by(found.scale, self._rates)
         self._values.set(self.scales, self._rounds.multipliers)
         return found
 
@@ -239,10 +251,10 @@ class Ensemble:
         self._start()
         if self._rounds.at.finished:
             return
+        self._outer.forget()  # the last round's way is taken whole
         if not self._equal:
             self.converge()
         self._rounds.finish()
-        self._outer.forget()
         self._switch.restore()
         self._values.set(self.scales, self._rounds.multipliers)
 
@@ -410,6 +422,8 @@ class Ensemble:
         records = []
         began = time.perf_counter()
         verdict: Verdict = "ok"
+        if not self._opened and self._fan_out.steps == 0 and self._rounds.at.step_in_round:
+            self._open_round()  # every step of the round was skipped here, but not on other replicas
         if self._rounds.diverges or (self._keeper is not None and not self._rounds.at.finished):
             tensors = self._tensors.to_average() if self._rounds.diverges else []
             judged = self._agree(tensors, full)
@@ -421,6 +435,9 @@ class Ensemble:
                 self._rounds.at.equal = True
                 seconds = time.perf_counter() - began - self._judge.seconds_at_end
                 records.append(self._control(full, judged, seconds))
+        elif self._rounds.at.round == 0 and self._plan.why:
+            unknown = (math.nan,) * self.replicas.size  # nothing was gathered, but what was picked is to be seen
+            records.append(self._control(False, Judged(unknown, None, None), 0.0))
         if self._rounds.over:
             self._outer.forget()
         self._outer.take()
@@ -472,7 +489,8 @@ class Ensemble:
             proposed = self._steering.update(report)
         rows = {}
         for h in self._hyperparameters:
-            base, multipliers = seen[h.name].base, seen[h.name].multipliers
+            coming = list(h.bases())
+            base, multipliers = representative(self._values.used(h) or coming, coming)[0], seen[h.name].multipliers
             values = tuple(h.value_of(base, trained[h.name], m) for m in multipliers)
             center = h.center(base, trained[h.name])
             confidence = self._steering.confidence(h.name, trained[h.name])
@@ -486,13 +504,17 @@ class Ensemble:
 
     def _events(self) -> tuple[str, ...]:
         """What to tell beside the numbers: in the first round, what the controller has picked and why."""
-        return tuple(self._plan.why.values()) if self._rounds.at.round == 0 else ()
+        if self._rounds.at.round:
+            return ()
+        why = tuple(f"{name}: {text}" for name, text in self._plan.why.items())
+        return why if self._found is None else (*why, f"found: {self._found}")
 
     def _observe(self, h: Hyperparameter) -> Observation:
         coming = list(h.bases())
         base, next_base = representative(self._values.used(h) or coming, coming)
         dealt = self._rounds.dealt[h.name]
-        return Observation(base, next_base, h.floor, dealt, h.peak(), h.limits(next_base, len(dealt)))
+        limits = h.limits(next_base, len(dealt))
+        return Observation(h.steered(base), h.steered(next_base), h.floor, dealt, h.peak(), limits)
 
     def _agree(self, tensors: Sequence[Tensor], full: bool) -> Judged:
         """Check that all replicas are at the same place with the same tensors; return what they are judged by."""
@@ -513,6 +535,8 @@ class Ensemble:
         if self._in_consensus:
             raise RuntimeError("optimizer.step() inside consensus() would train the average; leave it first")
         self._start()
+        if self._rounds.at.step == 0 and self._plan.finds and self._found is None:
+            checks.warn_not_prepared()
         if not self._opened:
             self._open_round()
         self._fan_out.ready = True

@@ -80,6 +80,12 @@ class Hyperparameter:
         """The most that the schedule will say, where it tells."""
         return None
 
+    def steered(self, base: float) -> float:
+        """What a controller is told of the base: of a rate its size, of others whether it can be moved at all."""
+        if self.coordinate == "log":
+            return base
+        return 1.0 if self.coordinate == "linear" or base > self.bounds[0] else 0.0
+
     def center(self, base: Number, scale: float) -> Number:
         """The base moved by the scale, not below the floor and within the bounds."""
         if scale == 1.0:

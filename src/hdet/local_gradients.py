@@ -5,6 +5,8 @@ DistributedDataParallel has a switch for it, the one that its `no_sync()` turns 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import nn
@@ -19,6 +21,8 @@ class LocalGradients:
     def __init__(self, model: nn.Module | None) -> None:
         modules = [] if model is None else list(model.modules())
         self._wrappers: list[Any] = [module for module in modules if hasattr(module, _SWITCH)]
+        self._local = model is not None
+        self._before = [(getattr(w, _SWITCH), getattr(w, _BUFFERS, True)) for w in self._wrappers]
 
     def start(self) -> None:
         """No more gradients are shared."""
@@ -27,8 +31,29 @@ class LocalGradients:
             setattr(wrapper, _BUFFERS, False)
 
     def restore(self) -> None:
-        """Gradients are shared again."""
-        for wrapper in self._wrappers:
-            setattr(wrapper, _SWITCH, True)
-            setattr(wrapper, _BUFFERS, True)
-        self._wrappers = []
+        """Gradients are shared as they were."""
+        self._put_back()
+        self._wrappers, self._before, self._local = [], [], False
+
+    @contextmanager
+    def sharing(self, replicas: int) -> Iterator[None]:
+        """Within it gradients are shared.
+
+        Raises:
+            ValueError: if nothing can share them.
+        """
+        if self._local and not self._wrappers and replicas > 1:
+            raise ValueError(
+                "to find the learning rate replicas must share their gradients for a moment: wrap the model in "
+                "DistributedDataParallel, or call hdet.find_lr with such a wrapper before you make the ensemble"
+            )
+        self._put_back()
+        try:
+            yield
+        finally:
+            self.start()
+
+    def _put_back(self) -> None:
+        for wrapper, (gradients, buffers) in zip(self._wrappers, self._before, strict=True):
+            setattr(wrapper, _SWITCH, gradients)
+            setattr(wrapper, _BUFFERS, buffers)

@@ -21,9 +21,11 @@ from hdet.assignment import check_spread
 from hdet.checks import last_acting_step
 from hdet.controllers import RULES, Fixed, Softmax
 from hdet.ensemble import Ensemble
+from hdet.found_rate import FoundRate
 from hdet.hooks import unwrap
 from hdet.in_groups import InGroups
 from hdet.record import OnRound
+from hdet.rollback import Rollback
 from hdet.score import Loss
 
 Decay = Literal["one_cycle", "geometric"]
@@ -49,7 +51,8 @@ class OneCycleAutoLR(OneCycleLR):
         auto_lr_decay: what the rates follow without a signal once the losses move them: "one_cycle", the
             schedule itself, or "geometric", a constant factor per round down to OneCycleLR's last rate.
         auto_lr_max_scale: the losses move a rate to at most this many times the schedule.
-        outer_step: how much of a round's way is taken when it ends; see `hdet.outer_step`.
+        outer_step: how much of a round's way is taken when it ends; see `hdet.outer_step`. Needs a short interval.
+        rollback: what to do when the run diverges: an `hdet.Rollback`. Needs the losses.
         model, also, process_group, seed, act, on_round: as in `hdet.Ensemble`.
 
     Give the losses of all but the last micro-batch of a step to `scheduler.ensemble.step(loss)`. Save and load
@@ -73,7 +76,7 @@ class OneCycleAutoLR(OneCycleLR):
     def __init__(
         self,
         optimizer: Optimizer,
-        max_lr: float | list[float],
+        max_lr: float | list[float] | FoundRate,
         total_steps: int | None = None,
         epochs: int | None = None,
         steps_per_epoch: int | None = None,
@@ -99,6 +102,7 @@ class OneCycleAutoLR(OneCycleLR):
         auto_lr_decay: Decay = "one_cycle",
         auto_lr_max_scale: float = 10.0,
         outer_step: float = 1.0,
+        rollback: Rollback | None = None,
         model: nn.Module | None = None,
         also: Sequence[nn.Module | Tensor] = (),
         process_group: dist.ProcessGroup | None = None,
@@ -108,6 +112,7 @@ class OneCycleAutoLR(OneCycleLR):
     ) -> None:
         spread = ensemble_lr_spread_ratio
         check_spread(spread, "linear", name="ensemble_lr_spread_ratio")
+        max_lr = float(max_lr) if isinstance(max_lr, FoundRate) else max_lr
         _check_max_lr(max_lr, optimizer)
         steps = _check_total_steps(total_steps, epochs, steps_per_epoch)
         check_count("model_sync_interval", model_sync_interval)
@@ -155,6 +160,7 @@ class OneCycleAutoLR(OneCycleLR):
                 interval=model_sync_interval,
                 controller=controller if auto else Fixed(),
                 outer_step=outer_step,
+                rollback=rollback,
                 act=act,
                 model=model,
                 also=also,

@@ -2,8 +2,8 @@
 
     theta <- theta_0 + outer_step (mean_r theta_r - theta_0)
 
-An outer step of 1/2 moves the best learning rate up two to three times and widens the basin around it. Without
-fan-out and with shared gradients all replicas hold the same weights, so nothing is sent.
+An outer step of 1/2 every few steps forgives learning rates that are too high. Without fan-out and with shared
+gradients all replicas hold the same weights, so nothing is sent.
 """
 
 from __future__ import annotations

@@ -72,5 +72,7 @@ class Tensors:
             for value in entries.values()
             if isinstance(value, Tensor)
         ]
+        counters = [t for t in state if t.dim() == 0]  # differ where steps were skipped; never averaged
         weights = converge.parameters(self._optimizers, self._trained)
-        return [*weights, *state, *converge.module_tensors(self._also)], self.buffers()
+        shared = [*weights, *(t for t in state if t.dim() > 0), *converge.module_tensors(self._also)]
+        return shared, [*self.buffers(), *counters]

@@ -37,6 +37,7 @@ class Auto:
         line_search: what moves learning rates in short runs.
         slope: what moves the others.
         short: the most steps of a short run.
+        finds: whether the rate of a long run is to be found; False if you know it.
         outer_step: how much of a round's way is taken at converge in long runs with a learning rate.
         interval: optimizer steps per round that it asks for there.
 
@@ -49,6 +50,7 @@ class Auto:
     line_search: LineSearch = field(default_factory=LineSearch)
     slope: Slope = field(default_factory=Slope)
     short: int = 1000
+    finds: bool = True
     outer_step: float = 0.5
     interval: int = 10
 
@@ -79,17 +81,17 @@ class Auto:
                 why={**{name: search.why[name] + why for name in rates}, **slope.why},
             )
         length = "a run of unknown length" if total_steps is None else f"a run of {total_steps} steps"
+        where = "to be found before the first step, then left" if self.finds else "left"
         why = (
-            f"found before the first step, then left to the schedule: in {length} most rounds say nothing about the "
-            f"rate (the line search is for at most {self.short}); converge takes {self.outer_step:g} of each round's "
-            "way, which forgives a high rate"
+            f"{where} to the schedule: in {length} most rounds say nothing about the rate (the line search is for at "
+            f"most {self.short}); converge takes {self.outer_step:g} of each round's way, which forgives a high rate"
         )
         return replace(
             slope,
             interval=self.interval,
             outer_step=self.outer_step,
             until=dict.fromkeys(rates, 0),
-            finds=True,
+            finds=self.finds,
             why={**dict.fromkeys(rates, why), **slope.why},
         )
 

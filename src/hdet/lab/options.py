@@ -87,7 +87,7 @@ class RunOptions:
         _number("outer_step", self.outer_step, 0 < (self.outer_step or 1) <= 1, "in (0, 1]", "0.5")
         _number("weight_decay", self.weight_decay, 0 <= (self.weight_decay or 0) < math.inf, "at least 0", "0.1")
         _one_of("gradients", self.gradients, ("shared", "local"))
-        self.explored()
+        self._check_explored()
         if self.replicas == 1 and self.controller not in ("none", "auto"):  # a long run with auto does not fan out
             raise OptionError("replicas must be 2 or more to fan out, got 1; or choose the controller none")
 
@@ -120,6 +120,13 @@ class RunOptions:
                 raise OptionError(f"explore must be like weight_decay=0.3, got {part!r}") from None
             _number(f"the spread of {name}", found[name], _is_spread(found[name]), "in [0, 1), or above 1", "0.3")
         return found
+
+    def _check_explored(self) -> None:
+        for name in self.explored():
+            if name in ("dropout", "label_smoothing") and not getattr(self, name):
+                raise OptionError(f"to explore {name}, give it a value to start from: --{name.replace('_', '-')} 0.1")
+        if self.explore and not self.fans_out:
+            raise OptionError("explore has no effect with the controller none; choose another one")
 
     def make_task(self) -> Task:
         """The task, checked against the number of replicas.

@@ -55,9 +55,10 @@ def charged_steps(options: RunOptions, task: Task, found: FoundRate | None) -> i
     left = float(task.steps)
     if found is not None:
         left -= found.steps + found.samples / 3 / task.global_batch
+    if not options.probes:
+        return task.steps
     plan: Plan = make_controller(options, task.steps).plan(list(options.explored()), task.steps)
-    probed = [name for name in options.explored() if plan.until.get(name, 1) > 0]
-    if options.probes and probed:
+    if any(plan.until.get(name, 1) > 0 for name in options.explored()):
         own = plan.interval or max(task.steps // 200, 1)
         interval = own if options.interval == "auto" else options.interval
         left /= 1 + (options.replicas + 1) * _PROBE_BATCHES / 3 / interval
@@ -107,7 +108,9 @@ def make_controller(options: RunOptions, steps: int) -> Any:
     if options.controller == "softmax":
         warmup = steps // 3 if options.warmup_steps is None else options.warmup_steps
         return Softmax(temperature=options.temperature, warmup_steps=warmup)
-    kinds: dict[str, type[Any]] = {"fixed": Fixed, "line_search": LineSearch, "slope": Slope, "auto": Auto}
+    if options.controller == "auto":
+        return Auto(finds=False)  # it is found before the schedule is made
+    kinds: dict[str, type[Any]] = {"fixed": Fixed, "line_search": LineSearch, "slope": Slope}
     return kinds[options.controller]()
 
 
