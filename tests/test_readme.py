@@ -25,7 +25,7 @@ BLOCKS = {
     for section in README.split("\n## ")
     if "```python" in section
 }
-LINES = {"Any schedule, any optimizer": 6, "Any scalar, several at once": 60, "Not knowing the rate": 1}  # printed
+LINES = {"Any schedule, any optimizer": 6, "Any scalar, several at once": 30, "Not knowing the rate": 1}  # printed
 
 
 def make_data(samples, seed):
