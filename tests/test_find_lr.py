@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import hdet
-from hdet.range_test import Coarse, Fine, is_dead, smooth
+from hdet.range_test.decisions import Coarse, Fine, is_dead, smooth
 
 SAMPLES = 64
 

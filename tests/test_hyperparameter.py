@@ -9,7 +9,7 @@ from torch import nn
 
 from hdet import attribute, scalar
 from hdet.assignment import multipliers
-from hdet.hyperparameter import Hyperparameter, representative
+from hdet.hyperparameters.hyperparameter import Hyperparameter, representative
 
 CASES = [
     ("log", (0.0, math.inf), 0.3),

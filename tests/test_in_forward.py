@@ -6,7 +6,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import hdet
-from hdet.in_forward import InForward
+from hdet.hyperparameters.in_forward import InForward
 
 
 class Attention(nn.Module):

@@ -10,7 +10,7 @@ from processes import run
 from torch import nn, optim
 
 import hdet
-from hdet.rollback import Alarm, Rollback
+from hdet.rollback.rollback import Alarm, Rollback
 
 
 def verdicts(losses, steps, alarm=None):

@@ -10,7 +10,7 @@ from torch import nn, optim
 
 from hdet.in_process import in_process
 from hdet.replicas import Replicas, find_replicas
-from hdet.snapshot import Snapshot
+from hdet.rollback.snapshot import Snapshot
 
 
 def kinds(seed):

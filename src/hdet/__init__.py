@@ -5,17 +5,17 @@ Read `hdet.ensemble` first: its `step()` is the protocol.
 
 from hdet.controllers import Auto, Controller, Fixed, LineSearch, Observation, Plan, Report, Slope, Softmax
 from hdet.ensemble import Ensemble
-from hdet.find_lr import FindLRError, find_lr
-from hdet.found_rate import FoundRate
-from hdet.hyperparameter import Hyperparameter
-from hdet.in_forward import Scalar, attribute, dropout, scalar
-from hdet.in_groups import learning_rate, momentum, weight_decay
+from hdet.hyperparameters.hyperparameter import Hyperparameter
+from hdet.hyperparameters.in_forward import Scalar, attribute, dropout, scalar
+from hdet.hyperparameters.in_groups import learning_rate, momentum, weight_decay
 from hdet.in_process import ReplicaError, data_parallel, in_process
 from hdet.one_cycle import OneCycleAutoLR
-from hdet.probe import Probe
+from hdet.probe.probe import Probe
+from hdet.range_test.find_lr import FindLRError, find_lr
+from hdet.range_test.found_rate import FoundRate
 from hdet.record import HyperparameterRecord, RoundRecord
 from hdet.replicas import find_replicas
-from hdet.rollback import Rollback
+from hdet.rollback.rollback import Rollback
 from hdet.warm_init import warm_init
 
 __version__ = "0.1.0"

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from hdet.arguments import check_count
 from hdet.assignment import Design
 from hdet.controllers import Controller, Fixed, Plan, Softmax
-from hdet.hyperparameter import Hyperparameter
-from hdet.in_forward import InForward
-from hdet.in_groups import InGroups
+from hdet.hyperparameters.hyperparameter import Hyperparameter
+from hdet.hyperparameters.in_forward import InForward
+from hdet.hyperparameters.in_groups import InGroups
 from hdet.local_gradients import Gradients
-from hdet.probe import Probe
-from hdet.rollback import Rollback
+from hdet.probe.probe import Probe
+from hdet.rollback.rollback import Rollback
 
 
 def check_interval(

@@ -25,18 +25,18 @@ from hdet import converge as averaging
 from hdet.arguments import check_count
 from hdet.assignment import Design
 from hdet.controllers import Auto, Controller, Fixed, Observation, Report, Steering, plan
-from hdet.find_lr import find_lr
-from hdet.found_rate import FoundRate
 from hdet.hooks import Hooks, innermost, unwrap
-from hdet.hyperparameter import Hyperparameter, flatten, representative
-from hdet.in_groups import InGroups, learning_rate
+from hdet.hyperparameters.hyperparameter import Hyperparameter, flatten, representative
+from hdet.hyperparameters.in_groups import InGroups, learning_rate
 from hdet.judge import AnyProbe, Judge, Judged
 from hdet.local_gradients import Gradients, LocalGradients
 from hdet.outer_step import OuterStep
-from hdet.probe import Probe
+from hdet.probe.probe import Probe
+from hdet.range_test.find_lr import find_lr
+from hdet.range_test.found_rate import FoundRate
 from hdet.record import HyperparameterRecord, OnRound, RoundRecord
 from hdet.replicas import Replicas, collective_device
-from hdet.rollback import Keeper, Rollback, Verdict
+from hdet.rollback.rollback import Keeper, Rollback, Verdict
 from hdet.rounds import Rounds
 from hdet.score import Loss, as_loss
 from hdet.tensors import Tensors

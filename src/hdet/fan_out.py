@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.hooks import Hooks, WeakHook
-from hdet.in_groups import InGroups
+from hdet.hyperparameters.in_groups import InGroups
 
 Base = float | Tensor
 StepArgs = tuple[tuple[Any, ...], dict[str, Any]]

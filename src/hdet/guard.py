@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet.hyperparameter import Hyperparameter
+from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.replicas import Replicas
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hdet.probe import Probe
+from hdet.probe.probe import Probe
 from hdet.replicas import Replicas
 from hdet.score import Loss, Score, as_loss
 

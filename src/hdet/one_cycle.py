@@ -21,11 +21,11 @@ from hdet.assignment import check_spread
 from hdet.checks import last_acting_step
 from hdet.controllers import RULES, Fixed, Softmax
 from hdet.ensemble import Ensemble
-from hdet.found_rate import FoundRate
 from hdet.hooks import unwrap
-from hdet.in_groups import InGroups
+from hdet.hyperparameters.in_groups import InGroups
+from hdet.range_test.found_rate import FoundRate
 from hdet.record import OnRound
-from hdet.rollback import Rollback
+from hdet.rollback.rollback import Rollback
 from hdet.score import Loss
 
 Decay = Literal["one_cycle", "geometric"]

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 from hdet.assignment import Design, deal_round
-from hdet.hyperparameter import Hyperparameter
+from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.replicas import Replicas, find_replicas
 
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet import converge
-from hdet.hyperparameter import Hyperparameter
-from hdet.in_forward import InForward
-from hdet.in_groups import InGroups
+from hdet.hyperparameters.hyperparameter import Hyperparameter
+from hdet.hyperparameters.in_forward import InForward
+from hdet.hyperparameters.in_groups import InGroups
 
 
 class Tensors:

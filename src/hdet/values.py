@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.fan_out import FanOut
-from hdet.hyperparameter import Hyperparameter
-from hdet.in_forward import InForward
-from hdet.in_groups import InGroups
+from hdet.hyperparameters.hyperparameter import Hyperparameter
+from hdet.hyperparameters.in_forward import InForward
+from hdet.hyperparameters.in_groups import InGroups
 
 
 class Values:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hdet.assignment import Ladder
-from hdet.hyperparameter import Coordinate, Hyperparameter, check_scalar
+from hdet.hyperparameters.hyperparameter import Coordinate, Hyperparameter, check_scalar
 
 Bounds = tuple[float, float]
 

@@ -4,8 +4,8 @@ base    what the user's schedule or code says now, the same on every replica
 center  the base moved by `scale`; the controller owns the scale
 value   the center moved by this replica's multiplier; what it trains with
 
-Where a scalar lives is said by the subclasses: `hdet.in_groups` (parameter groups of optimizers: written for the
-length of a step) and `hdet.in_forward` (read by the forward pass: written when the slots are dealt).
+Where a scalar lives is said by the subclasses: `in_groups.py` (parameter groups of optimizers: written for the length
+of a step) and `in_forward.py` (read by the forward pass: written when the slots are dealt).
 """
 
 from __future__ import annotations

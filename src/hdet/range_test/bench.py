@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hdet.probe import Probe
-from hdet.range_test import Curve
+from hdet.probe.probe import Probe
+from hdet.range_test.decisions import Curve
 from hdet.replicas import Replicas
 from hdet.restore import Generators, Modules, OptimizerState, Others, Weights
 

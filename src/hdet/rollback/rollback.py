@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hdet.arguments import Rule, check_count, check_number
 from hdet.replicas import Replicas
-from hdet.snapshot import Snapshot
+from hdet.rollback.snapshot import Snapshot
 
 Verdict = Literal["ok", "best", "alarm"]
 

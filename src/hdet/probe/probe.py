@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hdet.arguments import check_count
 from hdet.hooks import innermost
-from hdet.probe_data import Chunk, counter_seed, find_source
+from hdet.probe.data import Chunk, counter_seed, find_source
 from hdet.replicas import Replicas
 from hdet.restore import batch_statistics, seeded
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hdet.assignment import Ladder
 from hdet.hooks import unwrap
-from hdet.hyperparameter import Hyperparameter, check_scalar
+from hdet.hyperparameters.hyperparameter import Hyperparameter, check_scalar
 
 Group = dict[str, Any]
 

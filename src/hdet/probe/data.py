@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from hdet.arguments import check_count
-from hdet.batches import count_samples, pack, plain, unpack
+from hdet.probe.batches import count_samples, pack, plain, unpack
 from hdet.replicas import Replicas, find_replicas
 from hdet.restore import seeded
 

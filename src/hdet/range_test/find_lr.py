@@ -1,6 +1,6 @@
 """Find the learning rate before the run: a two-stage range test, everything put back afterwards.
 
-The decisions are in `hdet.range_test`, the steps in `hdet.bench`.
+The decisions are in `hdet.range_test.decisions`, the steps in `hdet.range_test.bench`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from hdet.arguments import Rule, check_number
-from hdet.bench import Bench
-from hdet.found_rate import FoundRate
 from hdet.hooks import unwrap
-from hdet.probe import Probe
-from hdet.range_test import Coarse, Curve, Fine, default_factor
+from hdet.probe.probe import Probe
+from hdet.range_test.bench import Bench
+from hdet.range_test.decisions import Coarse, Curve, Fine, default_factor
+from hdet.range_test.found_rate import FoundRate
 from hdet.replicas import find_replicas
 
 

@@ -1,0 +1,1 @@
+"""When a run has diverged, and what to go back to."""
