@@ -2,6 +2,7 @@
 
     python benchmarks/starts.py sweep flights --size long --optimizer adamw      # the trusted sweep, plain OneCycleLR
     python benchmarks/starts.py starts flights --size long --method plain        # from 1/30 to 10 times its best rate
+    python benchmarks/starts.py table                                            # everything that was run, as a table
 
 Every run is one line of benchmarks/results/starts.jsonl; a second call runs what is missing there. With plain DDP and
 no fan-out four replicas are one process with the global batch, up to rounding, and are run as that; a model with
@@ -131,10 +132,37 @@ def best_rate(about: dict, seeds: list[int], workers: int) -> tuple[float, float
     return rate, statistics.fmean(losses[rate])
 
 
+def table() -> None:
+    """Regret in % by task, method and start: the mean, the worst seed, and how many seeds there were."""
+    rows = list(known().values())
+    for about in sorted({(row["task"], row["size"], row["optimizer"]) for row in rows}):
+        mine = [row for row in rows if (row["task"], row["size"], row["optimizer"]) == about]
+        by_rate: dict[float, list[dict]] = {}
+        for row in mine:
+            if row["method"] == "plain":
+                by_rate.setdefault(row["peak_lr"], []).append(row)
+        most = max(map(len, by_rate.values()), default=0)
+        trusted = {rate: [loss(row) for row in part] for rate, part in by_rate.items() if len(part) == most}
+        rate = min(trusted, key=lambda r: statistics.fmean(trusted[r]))
+        best = {row["seed"]: loss(row) for row in by_rate[rate]}
+        center = statistics.fmean(best.values())
+        print(f"\n### {', '.join(about)}: best {center:.4f} at {rate:.3g} ({most} seeds)\n")
+        print("| method | " + " | ".join(STARTS) + " |\n|---|" + "---|" * len(STARTS))
+        for method in dict.fromkeys(row["method"] for row in mine):
+            cells = []
+            for start in STARTS.values():
+                wanted = float(f"{rate * start:.6g}")
+                part = [row for row in mine if row["method"] == method and row["peak_lr"] == wanted]
+                # against the same seeds at the best rate
+                regrets = [100 * (loss(row) / best.get(row["seed"], center) - 1) for row in part]
+                cells.append(f"{statistics.fmean(regrets):.1f} ({max(regrets):.1f}; {len(part)})" if part else "")
+            print(f"| {method} | " + " | ".join(cells) + " |")
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("sweep", "starts"))
-    parser.add_argument("task")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("sweep", "starts", "table"))
+    parser.add_argument("task", nargs="?")
     parser.add_argument("--size", default="long")
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--method", default="plain")
@@ -142,6 +170,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=1)
     arguments = parser.parse_args()
+    if arguments.what == "table":
+        table()
+        return 0
     about = {"task": arguments.task, "size": arguments.size, "optimizer": arguments.optimizer}
     seeds = list(range(arguments.seeds))
     if arguments.what == "sweep":

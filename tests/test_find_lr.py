@@ -466,3 +466,22 @@ def test_dead(values, dead):
 
 def test_losses_that_are_not_finite_count_as_the_cap():
     assert smooth([(1, math.nan), (2, math.inf), (3, 9.0), (4, 0.0)], 2.0, 1) == [3.0, 3.0, 3.0, 0.0]
+
+
+def with_unshared_gradients():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    o = torch.optim.SGD(model.parameters(), lr=1e-3)
+    rank = hdet.find_replicas().rank
+
+    def step(index):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(2 * index + rank))
+        (model(x) - 1).square().mean().backward()
+
+    probe = hdet.Probe(lambda index: [torch.ones(4, 3)] * 2, lambda m, x: (m(x) - 1).square().mean())
+    hdet.find_lr(model, o, step, probe=probe)
+
+
+def test_replicas_that_do_not_share_their_gradients_are_refused():
+    with pytest.raises(hdet.ReplicaError, match="differs from replica 0 after one step"):
+        hdet.in_process(with_unshared_gradients, 2)

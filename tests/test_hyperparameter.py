@@ -24,11 +24,13 @@ CASES = [
 @pytest.mark.parametrize(("coordinate", "bounds", "base"), CASES)
 @pytest.mark.parametrize("ladder", ["linear", "log"])
 def test_values_stay_within_the_bounds(coordinate, bounds, base, ladder):
-    h = Hyperparameter("h", 0.9 if ladder == "linear" else 8.0, ladder, coordinate, bounds, unit=0.5)
+    h = Hyperparameter("h", 0.9 if ladder == "linear" else 8.0, ladder, coordinate, bounds, unit=0.5, floor=1e-4)
     generator = random.Random(0)
-    for _ in range(500):
-        scale = math.exp(generator.uniform(-20, 20))
-        for m in multipliers(5, h.spread, ladder):
+    wanders = [base, bounds[0] - 1.0, bounds[1] + 1.0] if coordinate != "log" else [base, 0.0, bounds[1] + 1.0]
+    for k in range(500):
+        scale = math.exp(generator.uniform(-20, 20)) if k else 1.0
+        base = wanders[k % 3] if math.isfinite(wanders[k % 3]) else wanders[0]
+        for m in (1.0, *multipliers(5, h.spread, ladder)):
             for x in (h.value_of(base, scale, m), float(h.value_of(torch.tensor(base, dtype=torch.float64), scale, m))):
                 assert bounds[0] <= x <= bounds[1]
 

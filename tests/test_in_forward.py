@@ -134,3 +134,35 @@ def test_dropout_read_from_a_tensor_drops_and_keeps_the_mean():
     assert out.mean().item() == pytest.approx(1.0, abs=0.01)
     model.eval()
     assert model(torch.ones(4)).tolist() == [1.0] * 4
+
+
+def test_a_schedule_of_the_users_own_keeps_multiplier_and_scale():
+    smoothing = hdet.scalar("label_smoothing", 0.1, bounds=(0, 0.5), spread=0.5)
+    smoothing.write(2.0, 1.5)
+    smoothing.set_base(0.2)
+    assert smoothing.value == pytest.approx(smoothing.value_of(0.2, 2.0, 1.5))
+    with pytest.raises(ValueError, match="within its bounds"):
+        smoothing.set_base(0.6)
+
+
+def replicas_read(interval):
+    """What each replica's forward pass reads in the first rounds, under a schedule that changes at every step."""
+    model = nn.Linear(1, 1)
+    o = torch.optim.SGD(model.parameters(), lr=0.1)
+    heat = hdet.scalar("heat", 1.0, spread=0.5)
+    ensemble = hdet.Ensemble(o, [heat], interval=interval, gradients="local", model=model)
+    read = []
+    for step in range(4):
+        heat.set_base(1.0 + step)
+        read.append(heat.value)
+        model(torch.ones(1, 1)).sum().backward()
+        o.step()
+        ensemble.step(0.0)
+    ensemble.close()
+    return read
+
+
+def test_replicas_differ_from_the_first_forward_pass_on():
+    first, second = hdet.in_process(replicas_read, 2, 2)
+    for step, (a, b) in enumerate(zip(first, second, strict=True)):
+        assert {round(a / (1.0 + step), 6), round(b / (1.0 + step), 6)} == {0.5, 1.5}

@@ -97,7 +97,7 @@ VARIANTS = {
         {"controller": hdet.Softmax(temperature=0.1)},
     ),
     "line search": lambda o, m, s: (
-        [hdet.learning_rate(o, spread=s, per_group=True)],
+        joint(o, s),
         {"controller": hdet.LineSearch(), "probe": a_probe()},
     ),
     "auto, decay and momentum": lambda o, m, s: (

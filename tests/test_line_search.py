@@ -6,7 +6,7 @@ import pytest
 
 import hdet
 from hdet.controllers import Observation, Report
-from hdet.controllers.line_search import fit
+from hdet.controllers.line_search import fit, fit_with_intercept
 from hdet.controllers.steering import Steering
 
 VERTEX = {"neutral": 0.5, "greedy": 1.0}
@@ -241,3 +241,28 @@ def test_its_plan():
 def test_bad_options(bad):
     with pytest.raises(ValueError, match=f"{next(iter(bad))} must"):
         hdet.LineSearch(**bad)
+
+
+@pytest.mark.parametrize("size", [3, 4, 8, 64])
+@pytest.mark.parametrize(("rate", "others"), [(4.0, 0.0), (4.0, 3.0), (4.0, 10.0), (0.5, 10.0)])
+def test_the_vertex_of_one_group_is_its_own_while_others_move(size, rate, others):
+    """Two groups on a quadratic: the other one gains in every round, which must not count for this one."""
+    rungs = hdet.assignment.multipliers(size, 2.0, "log")
+    start = 0.5 + 0.5 * others**2
+    probe = [0.5 * (1 - rate * m) ** 2 + 0.5 * (0.5 * others) ** 2 for m in rungs]
+    a, b = fit_with_intercept(rungs, [loss - start for loss in probe])
+    assert -a / (2 * b) == pytest.approx(1 / rate, rel=1e-9)
+    names = ["learning_rate/0", "learning_rate/1"]
+    seen = {
+        names[0]: Observation(1e-3, 1e-3, 0.0, tuple(rungs)),
+        names[1]: Observation(1e-3, 1e-3, 0.0, (1.0,) * size),
+    }
+    controller = hdet.LineSearch()
+    after = controller.update(controller.init(names), Report(5, tuple(probe), seen, 1000, tuple(probe), start))
+    assert (after[names[0]]["scale"] > 1) == (rate < 2)  # neutral: the vertex belongs at 1/2
+    assert after[names[1]]["scale"] == 1.0
+
+
+def test_two_replicas_cannot_tell_a_group_from_the_others():
+    assert fit_with_intercept((0.5, 1.5), (1.0, 2.0)) is None
+    assert fit_with_intercept((0.5, 1.0, 1.5), (1.0, 2.0, math.nan)) is None

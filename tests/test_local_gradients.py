@@ -236,3 +236,48 @@ def test_in_one_process_too():
     assert torch.equal(mean, same)
     torch.testing.assert_close(mean, (a + b) / 2)
     assert math.isfinite(mean.sum())
+
+
+def dropped_and_resumed():
+    import gc
+
+    torch.manual_seed(0)
+    model = hdet.data_parallel(nn.Linear(2, 1))
+    o = optim.SGD(model.parameters(), lr=0.1)
+    heat = hdet.scalar("heat", 1.0, spread=0.5)
+    ensemble = hdet.Ensemble(o, [heat], total_steps=4, interval=2, gradients="local", model=model)
+    assert not model.require_backward_grad_sync
+    for _ in range(4):
+        model(torch.ones(1, 2)).sum().backward()
+        o.step()
+        ensemble.step(0.0)
+    assert model.require_backward_grad_sync
+    state = ensemble.state_dict()
+    del ensemble
+    gc.collect()
+    assert heat.value == 1.0
+    again = hdet.Ensemble(o, [heat], total_steps=4, interval=2, gradients="local", model=model)
+    again.load_state_dict(state)
+    assert model.require_backward_grad_sync  # that run is over
+    del again
+    gc.collect()
+    once_more = hdet.Ensemble(o, [heat], total_steps=4, interval=2, gradients="local", model=model)
+    assert not model.require_backward_grad_sync
+    del once_more
+    gc.collect()
+    assert model.require_backward_grad_sync
+
+
+def test_an_ensemble_that_is_dropped_or_over_leaves_gradients_shared():
+    hdet.in_process(dropped_and_resumed, 2)
+
+
+def broadcast_buffers():
+    model = DistributedDataParallel(Dropping())
+    o = optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="broadcast_buffers=False"):
+        hdet.Ensemble(o, [hdet.attribute(model.module, "temperature")], interval=2, model=model)
+
+
+def test_buffers_that_ddp_would_overwrite_are_refused():
+    run(broadcast_buffers, 2)

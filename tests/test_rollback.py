@@ -308,3 +308,54 @@ def test_there_is_always_a_learning_rate_to_cut():
     o = optim.AdamW(model.parameters(), lr=0.1)
     ensemble = hdet.Ensemble(o, [hdet.momentum(o)], total_steps=10, rollback=hdet.Rollback())
     assert "learning_rate" in ensemble.scales
+
+
+def test_a_rollback_changes_nothing_of_what_auto_picks():
+    model = nn.Linear(2, 1)
+    o = optim.AdamW(model.parameters(), lr=0.1)
+    probe = hdet.Probe(lambda index: [], lambda model, batch: 0.0, held_out=True)
+    options = {"total_steps": 8000, "controller": hdet.Auto(), "probe": probe, "model": model}
+    plain = hdet.Ensemble(o, [hdet.weight_decay(o)], **options)
+    plain.close()
+    guarded = hdet.Ensemble(o, [hdet.weight_decay(o)], rollback=hdet.Rollback(), **options)
+    assert (guarded.interval, guarded.design, guarded._outer.amount) == (plain.interval, plain.design, 1.0)
+
+
+def odd_moments():
+    """converge() before the round's first loss, a layer that is unfrozen, and a value in a buffer."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    net.register_buffer("heat", torch.tensor(1.0))
+    net[0].requires_grad_(False)
+    o = optim.Adam(net.parameters(), lr=1e-2)
+    events, scales = [], []
+    ensemble = hdet.Ensemble(
+        o, [hdet.learning_rate(o, spread=0.1), hdet.attribute(net, "heat", spread=0.3)], total_steps=100, interval=4,
+        model=net, gradients="local", rollback=hdet.Rollback(),
+        on_round=[lambda r: (events.extend(r.events), scales.append(r.hyperparameters["learning_rate"].scale))],
+    )  # fmt: skip
+    for step in range(40):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        loss = (net(x) * net.heat - x.sum(1, keepdim=True)).square().mean()
+        loss = loss * math.nan if step == 30 else loss
+        loss.backward()
+        o.step()
+        o.zero_grad()
+        if step == 9:
+            ensemble.converge()
+        ensemble.step(loss)
+        if step == 20:
+            net[0].requires_grad_(True)
+    ensemble.close()
+    return events, scales, net.heat.item()
+
+
+def test_odd_moments_are_no_false_alarms_and_real_ones_are_caught():
+    first, second = hdet.in_process(odd_moments, 2)
+    assert first == second
+    events, scales, heat = first
+    assert len(events) == 1
+    assert "to the weights of step 2" in events[0]
+    assert set(scales) == {1.0, 0.25}
+    assert scales.index(0.25) == next(k for k, s in enumerate(scales) if s != 1.0)
+    assert heat == 1.0

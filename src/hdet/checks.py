@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hdet.arguments import check_count
 from hdet.assignment import Design
-from hdet.controllers import Controller, Fixed, Plan, Softmax
+from hdet.controllers import Controller, Fixed, LineSearch, Plan, Softmax
 from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.hyperparameters.in_forward import InForward
 from hdet.hyperparameters.in_groups import InGroups
@@ -196,6 +196,43 @@ def check_gradients(
             f"{blind[0]} acts before the gradients are shared: with shared gradients every replica gets the same "
             'weights whatever its value, so no controller can judge it. Write Ensemble(..., gradients="local"), or '
             "controller=hdet.Fixed() to spread it without moving it"
+        )
+
+
+def check_buffers(explored: Sequence[Hyperparameter], model: nn.Module | None) -> None:
+    """Raise if DDP would overwrite explored buffers by the first replica's."""
+    held = [h.name for h in explored if isinstance(h, InForward) and h.tensors()]
+    for module in model.modules() if held and model is not None else ():
+        if isinstance(module, nn.parallel.DistributedDataParallel) and module.broadcast_buffers:
+            raise ValueError(
+                f"{held[0]} is held by a buffer, and DistributedDataParallel gives all replicas the first one's "
+                "buffers; write DistributedDataParallel(model, broadcast_buffers=False), or keep it in a plain number"
+            )
+
+
+def check_all_rates(hyperparameters: Sequence[Hyperparameter], optimizers: Sequence[Optimizer]) -> None:
+    """Raise if a rate that is found would not reach every parameter group."""
+    reached = {
+        id(group)
+        for h in hyperparameters
+        if isinstance(h, InGroups) and h.key == "lr"
+        for optimizer in h.optimizers
+        for group in h.groups(optimizer)
+    }
+    if any(id(group) not in reached for optimizer in optimizers for group in optimizer.param_groups):
+        raise ValueError(
+            "prepare() finds one rate for all parameter groups, but some are not among the hyperparameters; explore "
+            "them all: hdet.learning_rate([optimizer, ...], spread=...)"
+        )
+
+
+def check_line_search(controller: Controller, explored: Sequence[Hyperparameter]) -> None:
+    """Raise if a line search is to move something else than a learning rate."""
+    other = [h.name for h in explored if not (isinstance(h, InGroups) and h.key == "lr")]
+    if isinstance(controller, LineSearch) and other:
+        raise ValueError(
+            f"LineSearch is for learning rates, and {other[0]} is none: a round does not go proportionally farther "
+            "with it; write controller=hdet.Auto(), which uses slopes for it, or hdet.Slope()"
         )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,7 +44,7 @@ from hdet.tensors import Tensors
 from hdet.values import Values
 
 _MOST_UNSEEN = 100
-_VERSION = 1
+_VERSION = 2
 
 
 class Ensemble:
@@ -118,6 +119,7 @@ class Ensemble:
             [learning_rate(self._optimizers)] if hyperparameters is None else hyperparameters
         )
         checks.check_hyperparameters(self._hyperparameters, self._optimizers)
+        asked_for = [h.name for h in self._hyperparameters]
         if rollback is not None and not any(isinstance(h, InGroups) and h.key == "lr" for h in self._hyperparameters):
             self._hyperparameters.append(learning_rate(self._optimizers, spread=0.0))  # to be cut
         self._explored = [h for h in self._hyperparameters if h.diverges]
@@ -128,7 +130,7 @@ class Ensemble:
         checks.check_followers(also, on_round)
         check_count("start_step", start_step, least=0)
         names = [h.name for h in self._hyperparameters]
-        self._plan = plan(controller, names, total_steps)
+        self._plan = plan(controller, asked_for, total_steps)
         self.total_steps = total_steps
         explores = bool(self._explored) or self._local
         self.interval = checks.check_interval(interval, total_steps, explores, self._plan.interval)
@@ -164,6 +166,9 @@ class Ensemble:
         self._hooks = Hooks(self)
         self._switch = LocalGradients(model if self._local else None)
         self._switch.start()
+        self._values.set(self.scales, self._rounds.multipliers)  # the first forward pass comes before the first step
+        for undo in (self._values.close, self._switch.restore):  # an ensemble that is dropped leaves nothing behind
+            weakref.finalize(self, undo).atexit = False
         if model is not None and explores:
             self._hooks.before_module_state_dict(innermost(model), self._before_state_dict)
 
@@ -173,7 +178,10 @@ class Ensemble:
         checks.check_model(model, self._optimizers)
         checks.check_controller(controller)
         checks.check_gradients(gradients, self._explored, model, act and not isinstance(controller, Fixed))
+        checks.check_line_search(controller, self._explored)
         checks.check_probe(probe, self._explored, controller, act, model)
+        if gradients == "shared":
+            checks.check_buffers(self._explored, model)
         if self._explored or self._local:
             checks.check_can_diverge(self._optimizers, model)
 
@@ -225,6 +233,7 @@ class Ensemble:
             return None
         if self._model is None or not isinstance(self._probe, Probe) or self._rounds.at.step > 0:
             raise ValueError("prepare() needs model= and an hdet.Probe as probe=, and comes before the first step")
+        checks.check_all_rates(self._hyperparameters, self._optimizers)
         with self._switch.sharing(self.replicas.size):
             found = find_lr(
                 self._model, self._optimizers, step_fn, probe=self._probe, outer_step=self._outer.amount, also=also,
@@ -334,8 +343,9 @@ class Ensemble:
         }
         if self.mid_round:
             replicas = self.replicas
-            saved = {"replica": replicas.rank, "replicas": replicas.size, "judge": self._judge.state_dict()}
-            state["mid_round"] = saved
+            state["mid_round"] = {"replica": replicas.rank, "replicas": replicas.size}
+        if self._rounds.at.step_in_round > 0:
+            state["judge"] = self._judge.state_dict()
         state["bases"] = self._values.state_dict()
         if self._keeper is not None:
             state["alarm"] = dict(self._keeper.state)
@@ -354,10 +364,11 @@ class Ensemble:
         mid_round = state_dict.get("mid_round")
         if mid_round is not None and (self._explored or self._local):
             guard.check_same_replica(mid_round, self.replicas)
+        self._values.check_state(state_dict["bases"])
         self._steering.load_state_dict(state_dict["controller"])
         self._judge.reset()
-        if mid_round is not None:
-            self._judge.load_state_dict(mid_round["judge"])
+        if "judge" in state_dict:
+            self._judge.load_state_dict(state_dict["judge"])
         self._rounds.load_state_dict(state_dict["progress"])
         self._outer.load_state_dict(state_dict.get("outer_step", []), self._tensors.parameters())
         self._values.load_state_dict(state_dict["bases"])
@@ -379,6 +390,10 @@ class Ensemble:
         self._fan_out.count()
         self._opened = self._rounds.at.step_in_round > 0
         self._fan_out.ready = False
+        if self._rounds.at.finished:
+            self._switch.restore()
+        else:
+            self._switch.start()
         self._values.set(self.scales, self._rounds.multipliers)
 
     # Rounds
@@ -407,8 +422,9 @@ class Ensemble:
             return
         self._outer.begin(self._tensors.parameters())
         at = self._rounds.at
-        if self._keeper is not None and self._keeper.kept_at is None and at.step > 0 and not at.step_in_round:
-            self._keep()  # a run that was resumed: snapshots are not saved
+        whole = at.step > 0 and not at.step_in_round
+        if whole and self._keeper is not None and not self._keeper.fits(*self._tensors.kept()):
+            self._keep()  # a run that was resumed, or trains other layers: there is no snapshot of that
         if self._judge.probes and self._rounds.diverges and at.round > 0 and not at.cut:
             with self._values.at_center():  # round 0 is left out: noisy copies of a checkpoint may begin it
                 self._judge.begin(at.round, self.replicas)
@@ -457,7 +473,7 @@ class Ensemble:
     # Rollback
 
     def _watch(self, judged: Judged) -> Verdict:
-        if self._keeper is None or not self._rounds.at.step_in_round:
+        if self._keeper is None or not self._rounds.at.step_in_round or not judged.given:
             return "ok"
         return self._keeper.watch(judged.scores, self._rounds.at.step_in_round, self._rounds.at.step)
 
@@ -472,13 +488,14 @@ class Ensemble:
         self._outer.forget()
         self._rounds.at.equal = True
         cut = self._keeper.rollback.cut
-        record = self._control(False, judged, time.perf_counter() - began)
+        record = self._control(False, judged, time.perf_counter() - began - self._judge.seconds_at_end)
         self._steering.scale_by(cut, self._rates, forget=True)
+        rows = {name: replace(row, scale=self.scales[name]) for name, row in record.hyperparameters.items()}
         said = (
             f"rolled back at step {self._rounds.at.step} to the weights of step {self._keeper.kept_at}: the loss was "
             f"{sum(judged.scores) / len(judged.scores):.4g}; learning rates x{cut:g}"
         )
-        return replace(record, full=full, events=(*record.events, said))
+        return replace(record, full=full, hyperparameters=rows, events=(*record.events, said))
 
     def _control(self, full: bool, judged: Judged, seconds: float) -> RoundRecord:
         at = self._rounds.at
@@ -521,9 +538,11 @@ class Ensemble:
         controller = type(self._steering.controller).__name__
         options = [
             self.seed, self.interval, self.total_steps, self._steering.act, controller, self._local,
-            self._outer.amount, self.design,
+            self._outer.amount, self.design, self._judge.probes, repr(self._steering.controller),
+            None if self._keeper is None else self._keeper.rollback,
         ]  # fmt: skip
-        numbers = self._judge.end(self._rounds.at.round, full, self.replicas, collective_device(tensors))
+        device = collective_device(tensors or self._tensors.parameters())
+        numbers = self._judge.end(self._rounds.at.round, full, self.replicas, device)
         layout = averaging.layout(tensors)
         step = self._rounds.at.step
         table = guard.agree(self.replicas, step, layout, options, self._hyperparameters, numbers)

@@ -15,7 +15,7 @@ from hdet.replicas import Replicas
 from hdet.score import Loss, Score, as_loss
 
 AnyProbe = Probe | Callable[[int], Loss]
-_NUMBERS = 4
+_NUMBERS = 5
 
 
 class Judged(NamedTuple):
@@ -25,11 +25,13 @@ class Judged(NamedTuple):
         scores: the replicas' mean training losses; NaN where no loss was given.
         probe: the loss of each replica's last weights on the round's probe; None without one.
         start: the loss of the weights that the round began with on it; None if it was not measured.
+        given: whether every replica was given a loss in this round.
     """
 
     scores: tuple[float, ...]
     probe: tuple[float, ...] | None
     start: float | None
+    given: bool = True
 
 
 class Judge:
@@ -64,7 +66,8 @@ class Judge:
         if isinstance(self._probe, Probe) and self._model is not None:
             self._start = self._probe.share(self._model, index, replicas)
         elif self._probe is not None:
-            self._start = torch.stack([_scalar(self._call(index)), torch.ones((), dtype=torch.float64)])
+            loss = _scalar(self._call(index))
+            self._start = torch.stack([loss, torch.ones_like(loss)])
         self.seconds += time.perf_counter() - began
 
     def end(self, index: int, full: bool, replicas: Replicas, device: torch.device) -> Tensor:
@@ -77,7 +80,8 @@ class Judge:
         elif full and self._probe is not None:
             vector[1] = _scalar(self._call(index))
         if self._start is not None:
-            vector[2:] = self._start.to(device)
+            vector[2:4] = self._start.to(device)
+        vector[4] = self.score.count
         self.seconds_at_end = time.perf_counter() - began
         self.seconds += self.seconds_at_end
         return vector
@@ -85,11 +89,12 @@ class Judge:
     def read(self, table: Sequence[Sequence[float]], full: bool) -> Judged:
         """What the gathered numbers say."""
         scores = tuple(row[0] for row in table)
+        given = all(row[4] > 0 for row in table)
         if self._probe is None or not full:
-            return Judged(scores, None, None)
+            return Judged(scores, None, None, given)
         weight = sum(row[3] for row in table)
         start = sum(row[2] for row in table) / weight if weight > 0 else None  # NaN is not more than 0
-        return Judged(scores, tuple(row[1] for row in table), start)
+        return Judged(scores, tuple(row[1] for row in table), start, given)
 
     def reset(self) -> None:
         """Begin a new round."""
@@ -106,7 +111,11 @@ class Judge:
         """Go on from `state_dict()`."""
         self.score.load_state_dict(state)
         start = state.get("start")
-        self._start = None if start is None else torch.tensor(start, dtype=torch.float64)
+        repeats = not isinstance(self._probe, Probe) or self._probe.repeats
+        if start is not None and repeats:  # an iterable does not give the same batches again
+            self._start = torch.tensor(start, dtype=torch.float64)
+        else:
+            self._start = None
 
     def _call(self, index: int) -> Loss:
         assert self._probe is not None

@@ -16,7 +16,7 @@ _SWITCH, _BUFFERS = "require_backward_grad_sync", "require_forward_param_sync"
 
 
 class LocalGradients:
-    """Turns off the sharing of gradients, and of buffers, in every wrapper inside `model`; `restore()` turns it on."""
+    """Turns off the sharing of gradients, and of buffers, in every wrapper inside `model`; `restore()` undoes it."""
 
     def __init__(self, model: nn.Module | None) -> None:
         modules = [] if model is None else list(model.modules())
@@ -33,7 +33,6 @@ class LocalGradients:
     def restore(self) -> None:
         """Gradients are shared as they were."""
         self._put_back()
-        self._wrappers, self._before, self._local = [], [], False
 
     @contextmanager
     def sharing(self, replicas: int) -> Iterator[None]:

@@ -145,8 +145,10 @@ class Weights:
 
     @torch.no_grad()
     def checksum(self) -> float:
-        """Equal for equal weights, and hardly ever for others."""
-        return math.fsum(float(v.abs().sum(dtype=torch.float64)) * (k + 1) for k, v in enumerate(self._values))
+        """Of the weights as they are now: equal for equal ones, and hardly ever for others."""
+        return math.fsum(
+            float(p.detach().abs().sum(dtype=torch.float64)) * (k + 1) for k, p in enumerate(self._parameters)
+        )
 
     def have_gradients(self) -> bool:
         return any(p.grad is not None for p in self._parameters)

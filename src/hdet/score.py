@@ -58,6 +58,11 @@ class Score:
         else:
             total += loss
 
+    @property
+    def count(self) -> int:
+        """How many losses were added."""
+        return self._count
+
     def mean(self, device: torch.device) -> Tensor:
         """The mean so far, a float64 scalar on `device`; NaN if nothing was added."""
         if self._count == 0:

@@ -75,4 +75,5 @@ class Tensors:
         counters = [t for t in state if t.dim() == 0]  # differ where steps were skipped; never averaged
         weights = converge.parameters(self._optimizers, self._trained)
         shared = [*weights, *(t for t in state if t.dim() > 0), *converge.module_tensors(self._also)]
-        return shared, [*self.buffers(), *counters]
+        apart = {id(t) for h in self._forward for t in h.tensors()}
+        return shared, [*(b for b in self.buffers() if id(b) not in apart), *counters]

@@ -69,6 +69,16 @@ class Values:
         """The bases that no optimizer saves, by hyperparameter."""
         return {h.name: list(h.bases()) for h in self._forward}
 
+    def check_state(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Raise if `state` is not that of these hyperparameters."""
+        ours = {h.name: len(h.cells) for h in self._forward}
+        saved = {name: len(bases) for name, bases in state.items()}
+        if ours != saved:
+            raise ValueError(
+                f"the state was saved for the values {saved} (places by name) that the forward pass reads, this "
+                f"ensemble has {ours}; resume with the same model and hyperparameters"
+            )
+
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
         """Go on from `state_dict()`."""
         for h in self._forward:

@@ -6,7 +6,7 @@ Read `docs/controllers.md` for when it says something and when it does not.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +22,7 @@ _RULES = {
     "reach": Rule(lambda x: 1 < x < math.inf, "be more than 1 and finite", "1000.0"),
     "max_scale": Rule(lambda x: 1 <= x < math.inf, "be at least 1 and finite", "1e6"),
 }
+Fit = Callable[[Sequence[float], Sequence[float]], "tuple[float, float] | None"]
 _VERTEX = {"neutral": 0.5, "greedy": 1.0}
 
 
@@ -46,8 +47,10 @@ class LineSearch:
     line, measured in new steps. A negative B does not grow that way: on a hill the scale rises by the most it may, and
     with it B q^2 would outweigh all that later rounds can say, for good. `hills=True` lets it.
 
-    The fit is right for a hyperparameter that varied alone, so several are explored in turns. In a round in which it
-    was not explored a hyperparameter is left alone. Without `probe` and `start` in the report nothing changes.
+    It is for learning rates. Several, one for each parameter group, are explored in turns, as the fit is right only for
+    what varied alone. In such a turn the other groups move too: L_0 does not lie on the group's line, and the fit has a
+    free intercept instead, which takes three replicas. In a round in which it was not explored a rate is left alone.
+    Without `probe` and `start` in the report nothing changes.
 
     Its confidence: `estimate` is d. A + 2 B target, the slope of the fit at the target, has the opposite sign; its
     scatter over rounds gives the standard error of the slope, and `error` is that in units of d.
@@ -114,12 +117,13 @@ class LineSearch:
         if late or report.probe is None or report.start is None:
             return state
         rises = [loss - report.start for loss in report.probe]
-        return {name: self._move(entry, report.observations[name], rises) for name, entry in state.items()}
+        fitted = fit if len(state) == 1 else fit_with_intercept
+        return {name: self._move(entry, report.observations[name], rises, fitted) for name, entry in state.items()}
 
     def _until(self, total_steps: int) -> int:
         return round(self.active * total_steps)
 
-    def _move(self, entry: dict[str, float], seen: Observation, rises: Sequence[float]) -> dict[str, float]:
+    def _move(self, entry: dict[str, float], seen: Observation, rises: Sequence[float], fit: Fit) -> dict[str, float]:
         fitted = fit(seen.multipliers, rises) if seen.explored else None
         if fitted is None:
             return entry
@@ -191,4 +195,28 @@ def fit(multipliers: Sequence[float], rises: Sequence[float]) -> tuple[float, fl
         return None
     b = sum(phi * rise for phi, rise in rest) / norm
     a = sum(rho * rise for rho, rise in points) / squares - b * c
+    return (a, b) if math.isfinite(a) and math.isfinite(b) else None
+
+
+def fit_with_intercept(multipliers: Sequence[float], rises: Sequence[float]) -> tuple[float, float] | None:
+    """a and b of rises = c + a rho + b rho^2, by least squares over the finite rises; None for fewer than three rhos.
+
+    >>> [round(x, 9) for x in fit_with_intercept((0.5, 1.0, 1.5), (4.25, 4.0, 4.25))]    # 5 - 2 rho + rho^2
+    [-2.0, 1.0]
+    """
+    points = [(rho, rise) for rho, rise in zip(multipliers, rises, strict=True) if math.isfinite(rise)]
+    if len({rho for rho, _ in points}) < 3:
+        return None
+    middle = math.fsum(rho for rho, _ in points) / len(points)
+    level = math.fsum(rise for _, rise in points) / len(points)
+    centred = [(rho - middle, rise - level) for rho, rise in points]
+    squares = math.fsum(x**2 for x, _ in centred)
+    c, spread = math.fsum(x**3 for x, _ in centred) / squares, squares / len(points)
+    rest = [(x * x - spread - c * x, y) for x, y in centred]
+    norm = math.fsum(phi**2 for phi, _ in rest)
+    if norm == 0.0:
+        return None
+    b = math.fsum(phi * y for phi, y in rest) / norm
+    slope = math.fsum(x * y for x, y in centred) / squares - b * c
+    a = slope - 2 * b * middle
     return (a, b) if math.isfinite(a) and math.isfinite(b) else None

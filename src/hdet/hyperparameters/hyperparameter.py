@@ -84,17 +84,18 @@ class Hyperparameter:
         """What a controller is told of the base: of a rate its size, of others whether it can be moved at all."""
         if self.coordinate == "log":
             return base
-        return 1.0 if self.coordinate == "linear" or base > self.bounds[0] else 0.0
+        return 1.0 if self.coordinate == "linear" or self.bounds[0] < base < self.bounds[1] else 0.0
 
     def center(self, base: Number, scale: float) -> Number:
         """The base moved by the scale, not below the floor and within the bounds."""
         if scale == 1.0:
-            return base
+            return self._bounded(base)
         moved = self._move(base, scale)
         if scale < 1.0 and self.floor > 0.0:
             if isinstance(base, Tensor):
-                return torch.maximum(moved, base.clamp(max=self.floor))  # type: ignore[return-value, arg-type]
-            moved = max(moved, min(base, self.floor))  # type: ignore[assignment]
+                moved = torch.maximum(moved, base.clamp(max=self.floor))  # type: ignore[assignment, arg-type]
+            else:
+                moved = max(moved, min(base, self.floor))  # type: ignore[assignment]
         return self._bounded(moved)
 
     def value_of(self, base: Number, scale: float, multiplier: float) -> Number:
@@ -122,7 +123,7 @@ class Hyperparameter:
         if self.coordinate == "linear":
             return x + self.unit * math.log(k)  # type: ignore[return-value]
         low, high = self.bounds
-        p = (x - low) / (high - low)
+        p = (self._bounded(x) - low) / (high - low)
         return low + (high - low) * (k * p / (1 + (k - 1) * p))  # type: ignore[return-value]
 
     def _bounded(self, x: Number) -> Number:

@@ -23,11 +23,15 @@ Bounds = tuple[float, float]
 class Cell:
     """One attribute that holds the scalar: a number, or a tensor with one element, which is changed in place.
 
-    Whoever else writes the attribute changes its base.
+    Whoever else writes the attribute changes its base, and trains with that until the next deal.
+
+    Attributes:
+        factors: the scale and the multiplier that its value was made with.
     """
 
     def __init__(self, owner: Any, attribute: str) -> None:
         self.owner, self.attribute = owner, attribute
+        self.factors = (1.0, 1.0)
         self._base = self._written = self._read()
 
     @property
@@ -77,11 +81,13 @@ class InForward(Hyperparameter):
     def write(self, scale: float, multiplier: float) -> None:
         """Put this replica's value into every attribute."""
         for cell in self.cells:
+            cell.factors = scale, multiplier
             cell.write(self.value_of(cell.base, scale, multiplier))
 
     def restore(self, bases: Sequence[float] | None = None) -> None:
         """Put the bases back; or `bases`, as they were saved."""
         for cell, base in zip(self.cells, bases or list(self.bases()), strict=True):
+            cell.factors = 1.0, 1.0
             cell.write(base, base)
 
     def tensors(self) -> list[Tensor]:
@@ -228,8 +234,16 @@ class Scalar(InForward):
         return self._held.tensor(torch.device(device))
 
     def set_base(self, base: float) -> None:
-        """Let the user's own schedule say another base; the value follows at the next deal."""
-        self.cells[0].write(base, base)
+        """Let the user's own schedule say another base; the value follows at once.
+
+        Raises:
+            ValueError: for a base outside the bounds.
+        """
+        low, high = self.bounds
+        if not low <= base <= high:
+            raise ValueError(f"the base of {self.name} must lie within its bounds {self.bounds}, got {base}")
+        cell = self.cells[0]
+        cell.write(self.value_of(base, *cell.factors), base)
 
     @property
     def _held(self) -> _Held:

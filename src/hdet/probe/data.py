@@ -43,13 +43,21 @@ class Chunk:
 
 
 class Source(Protocol):
-    """Where the chunks of probe `index` come from, the same on all replicas."""
+    """Where the chunks of probe `index` come from, the same on all replicas.
+
+    Attributes:
+        repeats: the same index gives the same samples again, in another process too.
+    """
+
+    repeats: bool
 
     def draw(self, index: int, replicas: Replicas | None, device: torch.device) -> list[Chunk]: ...
 
 
 class _DataSet:
     """Samples of a data set, the same on every replica because the draw is."""
+
+    repeats = True
 
     def __init__(self, data: Any, size: int, chunk: int, seed: int, collate: Callable[[list[Any]], Any]) -> None:
         self._data, self._size, self._seed, self._collate = data, size, seed, collate
@@ -69,6 +77,8 @@ class _DataSet:
 class _Function:
     """The batches that a function of the index gives."""
 
+    repeats = True
+
     def __init__(self, data: Callable[[int], Iterable[Any]], seed: int) -> None:
         self._data, self._seed = data, seed
 
@@ -82,6 +92,8 @@ class _Function:
 
 class _Stream:
     """The next batches of an iterable, from the first replica to all."""
+
+    repeats = False
 
     def __init__(self, data: Iterable[Any], batches: int, seed: int) -> None:
         self._data, self._batches, self._seed = data, batches, seed

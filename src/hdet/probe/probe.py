@@ -29,8 +29,8 @@ class Probe:
         data: a data set with `__len__` and `__getitem__`, from which `size` samples are drawn anew for each index; or
             a function `data(index)` that gives a list of batches, the same on every replica; or an iterable of
             batches, such as a DataLoader. Of that the first replica takes the next `batches` for each new index, and
-            gives them to the others (tensors in tuples, lists and dicts); from its end it starts again. Make one
-            probe per replica.
+            gives them to the others (tensors in tuples, lists and dicts); from its end, and after a resume, it starts
+            again. A list is a data set of samples, not of batches. Make one probe per replica.
         loss_fn: `loss_fn(model, batch)`, the mean loss of a batch. It gets the module inside DDP and torch.compile,
             whose forward sends nothing, and moves the batch to the device as training does.
         size: samples in a probe, of a data set; by default 1024, or all if there are fewer. About four global
@@ -80,6 +80,11 @@ class Probe:
         self._source = find_source(data, size, chunk, batches, seed, collate_fn)
         self._index: int | None = None
         self._chunks: list[Chunk] = []
+
+    @property
+    def repeats(self) -> bool:
+        """Whether an index gives the same samples again, after a resume too; an iterable begins anew."""
+        return self._source.repeats
 
     def score(self, model: nn.Module, index: int, replicas: Replicas | None = None) -> Tensor:
         """The mean loss of probe `index` at the model's weights, 0-d float64 on the device. No host read.

@@ -53,7 +53,7 @@ class Bench:
             if isinstance(module, DistributedDataParallel)
         ]
 
-    def require_agreement(self) -> None:
+    def require_agreement(self, when: str = "") -> None:
         """All replicas must hold the same weights and rates: each scores a part of the probe."""
         rates = [rate for rates in self.references for rate in rates]
         vector = torch.tensor([self._weights.checksum(), *rates], dtype=torch.float64, device=self._device)
@@ -61,9 +61,11 @@ class Bench:
         for rank, row in enumerate(everyone):
             if row != everyone[0] and not any(map(math.isnan, row)):
                 what = "weights" if row[0] != everyone[0][0] else "learning rates"
+                remedy = (
+                    when or "; call find_lr after wrapping the model in DistributedDataParallel and before training"
+                )
                 raise ValueError(
-                    f"all replicas must hold the same {what}, but replica {rank} differs from replica 0; call find_lr "
-                    "after wrapping the model in DistributedDataParallel and before warm_init and training"
+                    f"all replicas must hold the same {what}, but replica {rank} differs from replica 0{remedy}"
                 )
 
     def rewind(self) -> None:
@@ -96,6 +98,8 @@ class Bench:
         curve: Curve = []
         for index, rate in enumerate(rates):
             self._step(index, rate)
+            if self.steps == 1:
+                self.require_agreement(" after one step; step_fn must go through the wrapper that shares the gradients")
             if (index + 1) % every == 0:
                 curve.append((rate, self.score()))
                 if over(curve):

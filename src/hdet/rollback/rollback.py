@@ -228,8 +228,8 @@ class Keeper:
             self.rollback.check(self.state, at)
             if self.kept_at is None:
                 raise RuntimeError(
-                    f"the loss is {scores} at step {at}, in the first round: there is nothing to go back to; begin "
-                    "with a lower learning rate, or look for bad data"
+                    f"the loss is {scores} at step {at}, before the first full round since the start or the resume: "
+                    "there is nothing to go back to; begin with a lower learning rate, or look for bad data"
                 )
         return verdict
 
@@ -240,12 +240,17 @@ class Keeper:
         Nothing is kept of weights that are not finite.
         """
         floating = [t for t in shared if t.is_floating_point()]
-        if floating and not bool(torch.stack([t.sum().isfinite() for t in floating]).all()):
+        sums = [t.sum(dtype=torch.promote_types(t.dtype, torch.float32)) for t in floating]
+        if sums and not bool(torch.stack([total.isfinite() for total in sums]).all()):
             return
         self._shared = Snapshot(replicas) if self._shared is None else self._shared
         self._shared.save(shared)
         self._own = [t.detach().clone() for t in own]
         self.kept_at = at
+
+    def fits(self, shared: Sequence[Tensor], own: Sequence[Tensor]) -> bool:
+        """Whether there is a snapshot of these tensors."""
+        return self._shared is not None and self._shared.fits(shared) and len(own) == len(self._own)
 
     @torch.no_grad()
     def put_back(self, shared: Sequence[Tensor], own: Sequence[Tensor]) -> None:

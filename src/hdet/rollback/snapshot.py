@@ -40,6 +40,10 @@ class Snapshot:
         """Whether there is anything to restore."""
         return self._layout is not None
 
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether `tensors` are those that were saved, as far as their layout tells."""
+        return self._layout is not None and _layout(tensors) == self._layout
+
     @property
     def nbytes(self) -> int:
         """The memory that this replica's share takes."""
@@ -64,7 +68,7 @@ class Snapshot:
         """Put everything back into `tensors`, in place and bit for bit, on all replicas. Collective."""
         if self._layout is None:
             raise RuntimeError("there is no snapshot to restore; call save() first")
-        if _layout(tensors) != self._layout:
+        if not self.fits(tensors):
             raise RuntimeError(
                 "the tensors to restore must be those that were saved, got others in number, shape, dtype or device; "
                 "save again after changing the model or the optimizer"
