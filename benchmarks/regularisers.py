@@ -3,8 +3,8 @@
     python benchmarks/regularisers.py weight_decay --task digits --size standard
     python benchmarks/regularisers.py dropout label_smoothing --task digits
 
-Four replicas in one process. Every run is one line of benchmarks/results/regularisers.jsonl; a second call runs what is
-missing there. The probe costs extra and is not charged here: the question is what is found, not what it costs.
+Four replicas in one process (plain training of a model without BatchNorm: one). Every run is one line of
+benchmarks/results/regularisers.jsonl; a second call runs what is missing there. The probe costs extra and is not charged here: the question is what is found, not what it costs.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ def one(run: dict) -> dict:
 
     torch.set_num_threads(1)
     method = {"controller": "none"} if run["explore"] == "" else {"controller": "slope", "explore": run["explore"]}
+    # plain DDP is one process with the global batch, except for BatchNorm
+    size = 1 if not run["explore"] and run["task"] != "digits" else 4
     options = RunOptions(
-        run["task"], size=run["size"], seed=run["seed"], replicas=4, gradients=run["gradients"],
+        run["task"], size=run["size"], seed=run["seed"], replicas=size, gradients=run["gradients"],
         **{run["what"]: run["start"]}, **method,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        result = hdet.in_process(train, 4, options, Path(folder) / "run")[0]
+        result = hdet.in_process(train, size, options, Path(folder) / "run")[0]
     loss = (result["held_out"] or {}).get("loss")
     return {**run, "held_out": loss, "scale": result["scales"].get(run["what"]), "seconds": result["seconds"]}
 

@@ -33,6 +33,9 @@ def fan(folder: Path, picture: Path) -> Path | None:
         _draw_fan(axes[0][column], axes[1][column], rounds, name)
     axes[0][0].set_ylabel("learning rate")
     axes[1][0].set_ylabel("multiple of the schedule")
+    for axis in axes[1]:
+        if axis.get_ylim()[1] > 10:  # a controller that has gone far
+            axis.set_yscale("log")
     axes[0][-1].legend(loc="upper right", fontsize="small")
     return _save(figure, picture)
 
