@@ -4,7 +4,8 @@
     python benchmarks/regularisers.py dropout label_smoothing --task digits
 
 Four replicas in one process (plain training of a model without BatchNorm: one). Every run is one line of
-benchmarks/results/regularisers.jsonl; a second call runs what is missing there. The probe costs extra and is not charged here: the question is what is found, not what it costs.
+benchmarks/results/regularisers.jsonl; a second call runs what is missing there. The probe costs extra and is not
+charged here: the question is what is found, not what it costs.
 """
 
 from __future__ import annotations
