@@ -1,9 +1,9 @@
-"""Does the rollback's alarm stay silent at the best fixed rate? Real losses of each task, also at a quarter of the batch.
+"""Does the rollback's alarm stay silent at the best fixed rate? Real losses, also at a quarter of the batch.
 
     python benchmarks/false_alarms.py
 
-One plain run each, in one process; its losses then go through `Alarm` in rounds of several lengths. Prints, by interval,
-the alarms and the snapshots that would have been taken.
+One plain run each, in one process; its losses then go through `Alarm` in rounds of several lengths. Prints, by
+interval, the alarms and the snapshots that would have been taken.
 """
 
 from __future__ import annotations
