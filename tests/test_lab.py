@@ -190,6 +190,13 @@ def test_every_controller_and_everything_explored_can_be_had_from_the_command_li
     assert set(read(folder / "result.json")["scales"]) == explored
 
 
+def test_returns_with_something_explored(tmp_path, capsys):
+    words = ["returns", "digits", "--size", "smoke", "--steps", "2", "--sizes", "2", "--in-process", "--interval", "1"]
+    explored = ["--controller", "slope", "--explore", "weight_decay=0.3"]
+    assert cli.main([*words, *explored, "--folder", str(tmp_path / "run")]) == 0
+    assert "slope" in capsys.readouterr().out
+
+
 def test_what_is_charged_shortens_the_run(tmp_path):
     folder = tmp_path / "run"
     words = ["train", "digits", "--size", "smoke", "--controller", "line_search", "--charge", "--in-process"]

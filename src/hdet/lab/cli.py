@@ -166,7 +166,10 @@ def _train(arguments: argparse.Namespace) -> str:
     _prepare(arguments)
     options.make_task()
     result = run_all([Job(options, str(folder))], lambda size: arguments.in_process)[0]
-    held_out = [[name, number(value)] for name, value in result["held_out"].items()]
+    held_out = [
+        [name, number(value) if name == "loss" or value is not None else "-"]  # a ranking without positives has no AUC
+        for name, value in result["held_out"].items()
+    ]
     rows = [*held_out, ["loss of the marginals", number(result["marginal_loss"])]]
     rows += [["peak lr", f"{result['peak_lr']:.3g}"], ["steps", str(result["steps"])]]
     rows += [["seconds", f"{result['seconds']:.1f}"]]

@@ -58,11 +58,17 @@ class RunFolder:
 
 
 def read(path: str | Path) -> Any:
-    """The content of a JSON file; None if there is no such file."""
+    """The content of a JSON file; None if there is no such file.
+
+    Raises:
+        FolderError: if it cannot be read.
+    """
     try:
         return json.loads(Path(path).read_text())
     except FileNotFoundError:
         return None
+    except (OSError, ValueError) as error:
+        raise FolderError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:

@@ -76,6 +76,8 @@ class RunOptions:
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("controller", self.controller, CONTROLLERS)
         _whole("seed", self.seed, 0)
+        if self.seed >= 2**63:
+            raise OptionError(f"seed must be less than 2**63, got {self.seed}")
         _whole("replicas", self.replicas, 1)
         _whole("steps", self.steps, 1)
         _whole("warmup_steps", self.warmup_steps, 0)
@@ -125,6 +127,11 @@ class RunOptions:
         for name in self.explored():
             if name in ("dropout", "label_smoothing") and not getattr(self, name):
                 raise OptionError(f"to explore {name}, give it a value to start from: --{name.replace('_', '-')} 0.1")
+        if self.optimizer == "sgd" and "beta2" in self.explored():
+            raise OptionError("sgd has no beta2 to explore; explore momentum, or choose --optimizer adamw")
+        acts_before = {"dropout", "label_smoothing"} & set(self.explored())
+        if acts_before and self.gradients == "shared" and self.controller not in ("none", "fixed"):
+            raise OptionError(f"{min(acts_before)} can be judged with local gradients only: add --gradients local")
         if self.explore and not self.fans_out:
             raise OptionError("explore has no effect with the controller none; choose another one")
 

@@ -32,7 +32,8 @@ def returns(
     rows = []
     for size in sizes:
         for method in methods:
-            jobs = [_job(options.replace(replicas=size, controller=method, seed=s), folder) for s in seeds]
+            plain = {"explore": "", "gradients": "shared"} if method == "none" else {}
+            jobs = [_job(options.replace(replicas=size, controller=method, seed=s, **plain), folder) for s in seeds]
             results = run_all(jobs, one_process)
             losses = [held_out_loss(result) for result in results]
             seconds = mean([result["seconds"] for result in results])

@@ -108,7 +108,9 @@ class Task(abc.ABC):
 
     def batch(self, step: int, rank: int = 0, replicas: int = 1) -> Batch:
         """This replica's part of global batch `step`: every `replicas`-th sample of it, from sample `rank` on."""
-        if not 1 <= replicas <= _MOST_REPLICAS or self.global_batch % replicas:
+        if replicas > _MOST_REPLICAS:
+            raise ValueError(f"replicas must be at most {_MOST_REPLICAS}, not {replicas}")
+        if replicas < 1 or self.global_batch % replicas:
             raise ValueError(f"replicas must divide the {self.global_batch} samples of a step, not be {replicas}")
         if not 0 <= rank < replicas:
             raise ValueError(f"rank must lie in [0, {replicas}), not be {rank}")
