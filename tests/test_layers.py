@@ -35,13 +35,14 @@ MAY_IMPORT = {
     "checks": {
         "arguments", "assignment", "controllers", "hyperparameters", "local_gradients", "probe", "rollback",
     },
+    "no_effect": {"controllers"},
     "ensemble": {
         "arguments", "assignment", "checks", "controllers", "converge", "guard", "hooks", "hyperparameters", "judge",
-        "local_gradients", "outer_step", "probe", "range_test", "record", "replicas", "rollback", "rounds", "score",
-        "tensors", "values",
+        "local_gradients", "no_effect", "outer_step", "probe", "range_test", "record", "replicas", "rollback",
+        "rounds", "score", "tensors", "values",
     },
     "one_cycle": {
-        "arguments", "assignment", "checks", "controllers", "ensemble", "hooks", "hyperparameters", "range_test",
+        "arguments", "assignment", "controllers", "ensemble", "hooks", "hyperparameters", "no_effect", "range_test",
         "record", "rollback", "score",
     },
 }  # fmt: skip

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hdet.arguments import check_count
 from hdet.assignment import Design
-from hdet.controllers import Controller, Fixed, LineSearch, Plan, Softmax
+from hdet.controllers import Controller, Fixed, LineSearch
 from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.hyperparameters.in_forward import InForward
 from hdet.hyperparameters.in_groups import InGroups
@@ -80,65 +80,6 @@ def check_followers(also: Sequence[object], on_round: Sequence[object]) -> None:
     for call in on_round:
         if not callable(call):
             raise TypeError(f"on_round must hold callables, got {call!r}; write for example on_round=[print]")
-
-
-def warn_without_effect(
-    controller: Controller, act: bool, explores: bool, interval: int, total_steps: int | None
-) -> None:
-    """Warn of arguments that change nothing, with what to do."""
-    name = type(controller).__name__
-    problem = None
-    if controller.needs_score and not explores:
-        problem = f"{name} has no effect, as nothing is explored: give a hyperparameter a spread"
-    elif not act and isinstance(controller, Fixed):
-        problem = "act=False has no effect without a controller that moves something: pass one, or leave act out"
-    elif isinstance(controller, Softmax) and total_steps is not None:
-        last = last_acting_step(interval, total_steps)
-        if last == 0 or controller.warmup_steps > last:
-            problem = (
-                f"{name} never acts: the last round that it could act on ends at step {last}, before its "
-                f"{controller.warmup_steps} warm-up steps are over; use a shorter warm-up or interval"
-            )
-    if problem is not None:
-        warnings.warn(problem, stacklevel=4)
-
-
-def warn_of_probe(controller: Controller, probe: object, wants: Plan, local: bool) -> None:
-    """Warn of a probe that nobody reads, and of a line search where replicas do not lie on a line."""
-    problem = None
-    if probe is not None and isinstance(controller, Fixed):
-        problem = "the probe costs time and Fixed does not read it: leave it out, or choose another controller"
-    elif local and any("line search" in why for why in wants.why.values()):
-        problem = (
-            "the line search is for shared gradients: with local ones the replicas of a round do not lie on a line; "
-            "use controller=hdet.Slope()"
-        )
-    if problem is not None:
-        warnings.warn(problem, stacklevel=4)
-
-
-def warn_of_outer_step(outer_step: float, interval: int, total_steps: int | None) -> None:
-    """Warn of an outer step that is never taken."""
-    if outer_step < 1 and total_steps is not None and interval >= total_steps:
-        warnings.warn(
-            f"outer_step={outer_step} has no effect: the only round, of {total_steps} steps, is the last one, whose "
-            "way is taken whole; use a shorter interval, for example 10",
-            stacklevel=4,
-        )
-
-
-def warn_not_prepared() -> None:
-    """Warn that a rate was to be found before the first step."""
-    warnings.warn(
-        "Auto finds the learning rate of a long run before its first step, and nobody let it: call "
-        "ensemble.prepare(step_fn); or, if you know the rate, write controller=hdet.Auto(finds=False)",
-        stacklevel=7,
-    )
-
-
-def last_acting_step(interval: int, total_steps: int) -> int:
-    """The end of the last full round that is followed by another step: 0 if there is none."""
-    return (total_steps - 1) // interval * interval
 
 
 def check_hyperparameters(hyperparameters: Sequence[Hyperparameter], optimizers: Sequence[Optimizer]) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet import checks, guard
+from hdet import checks, guard, no_effect
 from hdet import converge as averaging
 from hdet.arguments import check_count
 from hdet.assignment import Design
@@ -141,8 +141,8 @@ class Ensemble:
         self._on_round = tuple(on_round)
 
         self._steering = Steering(controller, names, act)
-        checks.warn_without_effect(controller, act, bool(self._explored), self.interval, total_steps)
-        checks.warn_of_probe(controller, probe, self._plan, self._local)
+        no_effect.warn_without_effect(controller, act, bool(self._explored), self.interval, total_steps)
+        no_effect.warn_of_probe(controller, probe, self._plan, self._local)
         self._rounds = Rounds(
             self._hyperparameters, self.interval, total_steps, seed, process_group,
             design=self.design, until=self._plan.until, local=self._local,
@@ -150,7 +150,7 @@ class Ensemble:
         self._rounds.start_from(start_step)
         self._keeper = None if rollback is None else Keeper(checks.check_rollback(rollback))
         self._outer = OuterStep(self._plan.outer_step if outer_step is None else outer_step)
-        checks.warn_of_outer_step(self._outer.amount, self.interval, total_steps)
+        no_effect.warn_of_outer_step(self._outer.amount, self.interval, total_steps)
         self._judge = Judge(probe, model)
         self._probe, self._process_group = probe, process_group
         self._found: FoundRate | None = None
@@ -555,7 +555,7 @@ class Ensemble:
             raise RuntimeError("optimizer.step() inside consensus() would train the average; leave it first")
         self._start()
         if self._rounds.at.step == 0 and self._plan.finds and self._found is None:
-            checks.warn_not_prepared()
+            no_effect.warn_not_prepared()
         if not self._opened:
             self._open_round()
         self._fan_out.ready = True

@@ -18,11 +18,11 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet.arguments import Rule, check_count, check_number
 from hdet.assignment import check_spread
-from hdet.checks import last_acting_step
 from hdet.controllers import RULES, Fixed, Softmax
 from hdet.ensemble import Ensemble
 from hdet.hooks import unwrap
 from hdet.hyperparameters.in_groups import InGroups
+from hdet.no_effect import last_acting_step
 from hdet.range_test.found_rate import FoundRate
 from hdet.record import OnRound
 from hdet.rollback.rollback import Rollback

@@ -100,6 +100,7 @@ class LineSearch:
             interval=self.interval,
             design="turns" if len(names) > 1 else "permutations",
             until=until,
+            needs_line=True,
             why=dict.fromkeys(names, why),
         )
 

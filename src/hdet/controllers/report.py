@@ -85,6 +85,7 @@ class Plan:
         design: how slots are dealt to several hyperparameters.
         until: by name, the step from which on a hyperparameter is not explored any more; to the end without an entry.
         finds: the learning rate is to be found before the first step.
+        needs_line: the replicas of a round must lie on a line, as they do when they share gradients.
         why: what was picked for each hyperparameter, and for which reason, in words.
     """
 
@@ -93,6 +94,7 @@ class Plan:
     design: Design = "permutations"
     until: Mapping[str, int] = field(default_factory=dict)
     finds: bool = False
+    needs_line: bool = False
     why: Mapping[str, str] = field(default_factory=dict)
 
 
