@@ -6,6 +6,9 @@
 Four replicas in one process (plain training of a model without BatchNorm: one). Every run is one line of
 benchmarks/results/regularisers.jsonl; a second call runs what is missing there. The probe costs extra and is not
 charged here: the question is what is found, not what it costs.
+
+The probe draws from every other held-out sample, and the held-out loss is that of all of them: half of the reported
+samples have been looked at, by a controller that moves one number.
 """
 
 from __future__ import annotations
