@@ -389,7 +389,8 @@ def twin(losses, first, every, width, scales, stage):
             best = min(means)
             if means[-1] > 1.02 * first or (best < 0.95 * first and means[-1] > best + (first - best) / 2):
                 break
-            if stage == "fine" and best < 0.99 * first and scale >= 4 * taken[means.index(best)][0]:
+            times = {"fine": 4, "coarse": 30 if index + 1 >= 80 else math.inf}[stage]
+            if best < 0.99 * first and scale >= times * taken[means.index(best)][0]:
                 break
     return taken
 
@@ -402,6 +403,10 @@ def valley(bottom, width, depth=0.8):
         return 1 - depth * max(0, 1 - t * t) if t < 1 else 1 + min(t - 1, 1.0)
 
     return loss
+
+
+def rates(stage, start):
+    return [rate for _, rate in stage.ramp(start)]
 
 
 def walk(stage, scales, losses, first=1.0):
@@ -419,13 +424,13 @@ def walk(stage, scales, losses, first=1.0):
 def test_a_known_valley(bottom, width):
     losses = valley(bottom, width)
     coarse, fine = Coarse(), Fine()
-    first_curve = walk(coarse, coarse.rates(1.0), losses)
-    assert first_curve == twin(losses, 1.0, 2, 3, coarse.rates(1.0), "coarse")
+    first_curve = walk(coarse, rates(coarse, 1.0), losses)
+    assert first_curve == twin(losses, 1.0, 2, 3, rates(coarse, 1.0), "coarse")
     half_way = coarse.half_way(first_curve, 1.0)
     expected = max(-width / math.sqrt(2), math.log(first_curve[0][0] / bottom))  # the ramp may begin in the valley
     assert math.log(half_way / bottom) == pytest.approx(expected, abs=0.5)
-    curve = walk(fine, fine.rates(half_way), losses)
-    assert curve == twin(losses, 1.0, 4, 5, fine.rates(half_way), "fine")
+    curve = walk(fine, rates(fine, half_way), losses)
+    assert curve == twin(losses, 1.0, 4, 5, rates(fine, half_way), "fine")
     low, high = fine.interval(curve, 1.0)
     assert math.log(low / bottom) == pytest.approx(-width * math.sqrt(0.1), abs=0.1)
     assert math.log(high / bottom) == pytest.approx(width * math.sqrt(0.1), abs=0.1)
@@ -433,19 +438,38 @@ def test_a_known_valley(bottom, width):
 
 
 def test_ramps_span_what_they_should():
-    rates = Coarse().rates(2.0)
-    assert (len(rates), rates[0], rates[-1]) == (80, pytest.approx(2e-3), pytest.approx(2e3))
-    fine = Fine().rates(8.0)
+    coarse = rates(Coarse(), 2.0)
+    assert (coarse[0], coarse[79]) == (pytest.approx(2e-3, rel=0.1), pytest.approx(2e3, rel=0.1))
+    fine = rates(Fine(), 8.0)
     assert (len(fine), fine[0], fine[50]) == (462, 2.0, pytest.approx(2 * math.e))
 
 
+def test_coarse_ramps_from_all_starts_meet_the_same_batches_at_the_same_rates():
+    batches = {}
+    for start in (1e-9, 3.3e-4, 1e-2, 1.0, 7.7, 1e6):
+        steps = Coarse().ramp(start)
+        assert sorted(index for index, _ in steps[:80]) == list(range(80))
+        for index, rate in steps:
+            assert batches.setdefault(f"{rate:.9e}", index) == index
+    assert len(batches) < 6 * 160
+
+
+def test_a_coarse_ramp_goes_on_until_the_valley_is_behind_it():
+    """From a start so low that the 80 steps end on the slope, half of the drop would be taken for all of it."""
+    losses = valley(2e4, 3.0)
+    curve = walk(Coarse(), rates(Coarse(), 1.0), losses)
+    assert curve[-1][0] > 2e4
+    assert Coarse().half_way(curve, 1.0) == pytest.approx(2e4 * math.exp(-3 / math.sqrt(2)), rel=0.5)
+    assert len(walk(Coarse(), rates(Coarse(), 1.0), lambda rate: 1.0)) == 80
+
+
 def test_a_ramp_ends_at_four_times_the_lowest_or_at_its_last_step():
-    flat = walk(Fine(), Fine().rates(4.0), lambda rate: 0.5 if rate > 3 else 1.0)
+    flat = walk(Fine(), rates(Fine(), 4.0), lambda rate: 0.5 if rate > 3 else 1.0)
     assert flat[-1][0] == pytest.approx(4 * next(r for r, _ in flat if r > 3), rel=0.3)
     assert Fine().interval(flat, 1.0)[1] == flat[-1][0]
-    assert len(walk(Fine(), Fine().rates(4.0), lambda rate: 0.995)) == 115
-    assert Fine().interval(walk(Fine(), Fine().rates(4.0), lambda rate: 0.995), 1.0) is None
-    assert Coarse().half_way(walk(Coarse(), Coarse().rates(1.0), lambda rate: 1.0), 1.0) is None
+    assert len(walk(Fine(), rates(Fine(), 4.0), lambda rate: 0.995)) == 115
+    assert Fine().interval(walk(Fine(), rates(Fine(), 4.0), lambda rate: 0.995), 1.0) is None
+    assert Coarse().half_way(walk(Coarse(), rates(Coarse(), 1.0), lambda rate: 1.0), 1.0) is None
     assert Coarse().half_way([], 1.0) is None
 
 

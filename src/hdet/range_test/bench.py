@@ -92,15 +92,17 @@ class Bench:
         finally:
             self._generators.restore()  # last: the others may draw
 
-    def ramp(self, rates: Sequence[float], every: int, over: Callable[[Curve], bool]) -> Curve:
-        """Steps at these rates of the first group, scored every few of them, until `over` the curve so far."""
+    def ramp(self, steps: Sequence[tuple[int, float]], every: int, over: Callable[[Curve], bool]) -> Curve:
+        """Steps with these batches at these rates of the first group, scored every few of them, until `over` the curve
+        so far.
+        """
         self.rewind()
         curve: Curve = []
-        for index, rate in enumerate(rates):
+        for number, (index, rate) in enumerate(steps):
             self._step(index, rate)
             if self.steps == 1:
                 self.require_agreement(" after one step; step_fn must go through the wrapper that shares the gradients")
-            if (index + 1) % every == 0:
+            if (number + 1) % every == 0:
                 curve.append((rate, self.score()))
                 if over(curve):
                     break

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 Curve = list[tuple[float, float]]
 
 _CAP = 1.5
+_COARSE = math.log(1e6) / 79  # what the logarithm of the rate grows by in a step of the coarse ramp
 _FALLEN = 0.99
 _OUTER_STEPS = (0.5, 1.0)
 _FACTORS = (1.5, 0.7)
@@ -23,17 +24,26 @@ class Coarse:
     every = 2
     width = 3
 
-    def rates(self, start: float) -> list[float]:
-        """The rate of each step.
+    def ramp(self, start: float) -> list[tuple[int, float]]:
+        """(index, rate) of each step. The rates lie on a grid that does not depend on the start, and each has its own
+        index modulo 80: from whatever start, the ramp meets the same batches at the same rates, give or take a round.
 
-        >>> [f"{rate:.2g}" for rate in Coarse().rates(1.0)[::79]]
-        ['0.001', '1e+03']
+        >>> [(index, f"{rate:.2g}") for index, rate in Coarse().ramp(1.0)[::79]]
+        [(40, '0.00092'), (39, '9.2e+02')]
+        >>> [(index, f"{rate:.2g}") for index, rate in Coarse().ramp(1.3)[::79]]
+        [(41, '0.0011'), (40, '1.1e+03')]
         """
-        return [start * 1e-3 * 1e6 ** (j / 79) for j in range(80)]
+        first = round(math.log(1e-3 * start) / _COARSE)
+        return [(k % 80, math.exp(_COARSE * k)) for k in range(first, first + 160)]
 
     def over(self, curve: Curve, first: float) -> bool:
-        """Whether to stop: the loss is dead."""
-        return is_dead(_certain(curve, first, self.width), first)
+        """Whether to stop: the loss is dead, or has fallen and, after 80 steps, the rate is 30 times that of the lowest."""
+        values = _certain(curve, first, self.width)
+        if not values or is_dead(values, first):
+            return bool(values)
+        lowest = min(values)
+        fallen = lowest < _FALLEN * first and curve[-1][0] >= 30 * curve[values.index(lowest)][0]
+        return fallen and len(curve) * self.every >= 80
 
     def half_way(self, curve: Curve, first: float) -> float | None:
         """A: the first rate at which half of the whole drop is made; None if there is no drop.
@@ -54,9 +64,9 @@ class Fine:
     every = 4
     width = 5
 
-    def rates(self, half_way: float) -> list[float]:
-        """The rate of each step."""
-        return [half_way / 4 * math.exp(0.02 * j) for j in range(462)]
+    def ramp(self, half_way: float) -> list[tuple[int, float]]:
+        """(index, rate) of each step."""
+        return [(j, half_way / 4 * math.exp(0.02 * j)) for j in range(462)]
 
     def over(self, curve: Curve, first: float) -> bool:
         """Whether to stop: the loss is dead, or the rate is 4 times that of the lowest loss."""

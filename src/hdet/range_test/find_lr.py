@@ -42,7 +42,7 @@ def find_lr(
     the optimizer has now. Collective: call it on every replica, before training and before `warm_init`.
 
     Two ramps of rising rates, each from the weights as they are and without optimizer state, are scored on one probe:
-    the coarse one from 1e-3 to 1e3 times the present rate finds where the loss begins to fall, the fine one the
+    the coarse one from 1e-3 times the present rate upwards finds where the loss begins to fall, the fine one the
     interval [lo, hi] in which it is low. The answer is factor * sqrt(lo hi). All groups are scaled alike.
 
     Afterwards weights, buffers, gradients, modes, optimizer state, groups, hooks and random generators are bit for bit
@@ -57,7 +57,9 @@ def find_lr(
         model: the model that is trained, wrapped in DistributedDataParallel where there are several replicas.
         optimizer: its optimizer, or several of them.
         step_fn: `step_fn(index)`: forward and backward pass of this replica's training batch `index`, through the
-            wrapped model. Each ramp counts from 0. Gradients are cleared and the optimizer steps here.
+            wrapped model. The index lies in 0..461; the coarse ramp begins anywhere in 0..79 and goes round. The same
+            batch for the same index gives the same answer from every start. Gradients are cleared and the optimizer
+            steps here.
         probe: what the weights are scored on; about four global batches. An iterable as its data moves on by one probe.
         outer_step: that of the training to come; a half allows higher rates.
         factor: on sqrt(lo hi); by default 0.7, and 1.5 with an outer step of 1/2.
@@ -103,14 +105,14 @@ def _find(bench: Bench, factor: float) -> FoundRate:
             "the probe's loss_fn, and add a constant to a loss that can be negative"
         )
     coarse, fine = Coarse(), Fine()
-    first_curve = bench.ramp(coarse.rates(start), coarse.every, lambda curve: coarse.over(curve, first))
+    first_curve = bench.ramp(coarse.ramp(start), coarse.every, lambda curve: coarse.over(curve, first))
     half_way = coarse.half_way(first_curve, first)
     if half_way is None:
         raise FindLRError(
             f"the probe's loss, {first:.6g} at the initial weights, never fell at {_range(first_curve)}; check that "
             "step_fn calls backward() on the loss that the probe measures, or begin with another rate"
         )
-    second_curve = bench.ramp(fine.rates(half_way), fine.every, lambda curve: fine.over(curve, first))
+    second_curve = bench.ramp(fine.ramp(half_way), fine.every, lambda curve: fine.over(curve, first))
     interval = fine.interval(second_curve, first)
     if interval is None:
         raise FindLRError(
