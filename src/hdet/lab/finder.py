@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from hdet import FindLRError, FoundRate, data_parallel, find_lr, find_replicas
 from hdet.lab.errors import LabError
 from hdet.lab.folder import RunFolder, plain
 from hdet.lab.options import RunOptions
+from hdet.lab.progress import Progress
 from hdet.lab.setup import device, make_probe
 from hdet.lab.tables import table
 from hdet.lab.tasks import Task
+
+_SHOWN_EVERY = 10  # steps
 
 
 def find_rate(options: RunOptions, folder: str | Path) -> dict[str, Any]:
@@ -49,15 +53,23 @@ def find(options: RunOptions, task: Task, model: nn.Module, optimizer: Optimizer
         LabError: if the loss does not fall at any rate.
     """
     replicas = find_replicas()
+    progress = Progress(f"{options.task}, find-lr, seed {options.seed}", None, replicas.rank == 0)
+    taken = itertools.count(1)
 
     def step(index: int) -> None:
         batch = task.batch(index % task.steps, replicas.rank, replicas.size)
-        task.loss(model, batch, options.label_smoothing).backward()  # type: ignore[no-untyped-call]
+        loss = task.loss(model, batch, options.label_smoothing)
+        loss.backward()  # type: ignore[no-untyped-call]
+        progress.step()
+        if (count := next(taken)) % _SHOWN_EVERY == 0:
+            progress.show(count, loss.item(), f"{float(optimizer.param_groups[0]['lr']):.1e}")
 
     try:
         return find_lr(model, optimizer, step, probe=make_probe(options, task), outer_step=outer_step)
     except FindLRError as error:
         raise LabError(str(error)) from error
+    finally:
+        progress.close()
 
 
 def show(result: dict[str, Any]) -> str:

@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hdet.lab.errors import LabError
+from hdet.lab.errors import LabError, warnings_in_words
 from hdet.lab.options import RunOptions
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "recvValue failed")
@@ -53,8 +54,9 @@ def work(jobs: Sequence[Job]) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     join()
     try:
-        for job in jobs:
-            perform(job)
+        with warnings_in_words(_is_first()):
+            for job in jobs:
+                perform(job)
     except Exception as error:
         if any(text in str(error) for text in _LOST):
             time.sleep(_SECONDS_FOR_THE_CULPRIT)
@@ -83,6 +85,10 @@ def join() -> None:
         raise LabError(f"the replicas cannot meet at {where}; try another port ({reason})") from error
 
 
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _end_with_parent() -> None:
     """Do not outlive a launcher that was killed."""
     parent = multiprocessing.parent_process()
@@ -94,12 +100,16 @@ def _end_with_parent() -> None:
 @record
 def run(argv: Sequence[str] | None = None) -> int:
     """Train with the arguments of `hdet train` as one of torchrun's processes."""
-    from hdet.lab.cli import worker_job  # noqa: PLC0415
+    from hdet.lab.cli import said, worker_job  # noqa: PLC0415
+    from hdet.lab.summary import summary  # noqa: PLC0415
 
     try:
-        work([worker_job(argv, int(os.environ.get("WORLD_SIZE", "1")))])
+        job = worker_job(argv, int(os.environ.get("WORLD_SIZE", "1")))
+        work([job])
+        if _is_first():
+            print(summary(job.options, Path(job.folder)), flush=True)
     except LabError as error:
-        print(f"hdet: error: {error}", file=sys.stderr, flush=True)
+        print(f"hdet: error: {said(error)}", file=sys.stderr, flush=True)
         return error.exit_code
     return 0
 
