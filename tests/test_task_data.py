@@ -75,7 +75,7 @@ def test_labels_of_flights_that_never_left_are_masked(tmp_path):
         (HEADER + GOOD + "\n2013,1,1,900,NA,0,0,UA,N1,JFK,LAX\n",
          "have no gaps in the column distance; .*bad.csv, line 4 has one"),
         (HEADER + GOOD + "2013,1,1,900,100\n", "11 values in each line.*; .*bad.csv, line 3 has 5"),
-        (HEADER + GOOD + "2013,1,1,900,100,0,0,UA,N1,JFK,LAX,?\n", "11 values in each line.*; .*bad.csv, line 3 has 12"),
+        (HEADER + GOOD + "2013,1,1,900,100,0,0,UA,N1,JFK,LAX,?\n", "11 values in each line.*; .*csv, line 3 has 12"),
         (HEADER + GOOD + "2013,13,1,900,100,0,0,UA,N1,JFK,LAX\n",
          "hold dates .*; .*bad.csv, line 3 has 2013, 13, 1: month must be in"),
         (HEADER + GOOD + "2013,1,1,1790,100,0,0,UA,N1,JFK,LAX\n", "hold times such as 1745 .*csv, line 3 has 1790"),
