@@ -10,12 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 from test_lab import ENVIRONMENT, SMOKE, run
 
 from hdet.lab import cli, launch, tasks, worker
+from hdet.lab.errors import LabError
 from hdet.lab.folder import read, read_lines
 
 HDET = (sys.executable, "-m", "hdet.lab")
@@ -241,3 +243,19 @@ def test_a_port_in_use_is_one_line(tmp_path):
     assert ran.returncode == 1
     assert f"hdet: error: the replicas cannot meet at 127.0.0.1:{port}; try another port" in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def test_a_stranger_at_the_meeting_place_is_told_in_seconds(monkeypatch):
+    monkeypatch.setattr(worker, "_SECONDS_TO_ANSWER", 1.0)
+    threads = threading.active_count()
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()  # takes connections and never says a word
+        port = stranger.getsockname()[1]
+        for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(
+            LabError, match=f"cannot meet at 127.0.0.1:{port}, which another program holds; try another"
+        ):
+            worker.join()
+    wait_for(lambda: threading.active_count() == threads, 30)  # what torch says when the stranger leaves is not ours

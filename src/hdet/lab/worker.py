@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import signal
+import socket
 import sys
 import threading
 import time
@@ -21,6 +23,7 @@ from hdet.lab.errors import LabError, warnings_in_words
 from hdet.lab.options import RunOptions
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "recvValue failed")
+_SECONDS_TO_ANSWER = 20.0  # the first replica's store answers at once
 _SECONDS_FOR_THE_CULPRIT = 5.0  # a replica that merely lost the others lets the one that failed be seen first
 
 
@@ -77,12 +80,40 @@ def join() -> None:
     enough = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # NCCL wants a GPU for each replica
     if gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if not _is_first():
+        _require_store(where)
     try:
         dist.init_process_group("nccl" if gpus and enough else "gloo", timeout=timedelta(minutes=10))
     except dist.DistNetworkError as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).splitlines()[0]
         raise LabError(f"the replicas cannot meet at {where}; try another port ({reason})") from error
+
+
+def _require_store(where: str) -> None:
+    """Tell a port that another program holds. torch itself waits for such a program's answer without end."""
+    host, _, port = where.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_SECONDS_TO_ANSWER).close()
+    except (OSError, ValueError):
+        return  # nobody is there yet: torch waits, and says what is wrong with an address
+    answers: queue.Queue[str] = queue.Queue()
+
+    def ask() -> None:
+        timeout = timedelta(seconds=_SECONDS_TO_ANSWER)
+        try:
+            dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+            answers.put("")
+        except Exception as error:
+            answers.put(str(error).splitlines()[0])
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        reason = answers.get(timeout=_SECONDS_TO_ANSWER)
+    except queue.Empty:
+        reason = f"no answer in {_SECONDS_TO_ANSWER:.0f} s"
+    if reason:
+        raise LabError(f"the replicas cannot meet at {where}, which another program holds; try another port ({reason})")
 
 
 def _is_first() -> bool:

@@ -35,7 +35,7 @@ class Digits(Task):
 
     def _prepare(self) -> None:
         if self.data is not None:
-            raise ValueError(f"data must be None: the digits task has images of its own, not {self.data!r}")
+            raise ValueError(f"data must be left out: the digits task has images of its own, not {self.data!r}")
         images, labels = _load()
         half = len(labels) // 2
         self._images, self._labels = images[:half], labels[:half]
