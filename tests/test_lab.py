@@ -176,7 +176,9 @@ def test_the_demo_ends_in_three_rows_and_pictures(tmp_path, capsys, monkeypatch)
     monkeypatch.setattr(
         demos, "read_lines", lambda path: [{"step": 7 * record["step"], "probe": 1} for record in rounds]
     )
-    assert f"after every {7 * rounds[0]['step']} steps: what not knowing" in demos._cost(folder / "hdet-low")
+    assert f"after every {7 * rounds[0]['step']} steps: what not knowing" in demos._cost(folder / "hdet-low", {})
+    monkeypatch.setattr(demos, "read_lines", lambda path: [])
+    assert "include 290 steps\n" in demos._cost(folder / "hdet-low", {"finder_steps": 290})
     assert {path.name for path in folder.iterdir()} >= {"fan.png", "losses.png", "plain-low", "hdet-low"}
     peaks = [read(folder / name / "result.json")["peak_lr"] for name in ("plain-low", "plain-best", "hdet-low")]
     assert peaks[0] == peaks[2] == peaks[1] / 10
@@ -281,6 +283,7 @@ def test_find_lr_writes_what_it_found(tmp_path, capsys):
     shown = capsys.readouterr().out
     result = read(tmp_path / "run" / "find_lr.json")
     assert f"{result['rate']:.3g}" in shown
+    assert f"Picture: {tmp_path / 'run' / 'find_lr.png'}" in shown
     assert result["interval"][0] < result["interval"][1]
     assert result["cost"] > result["steps"] > 50
     assert result["peak_lr"] == pytest.approx(result["rate"] / result["scale"])

@@ -153,6 +153,7 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capfd):
             "argument --sizes: must be whole numbers such as 2,4,8; got '2,x'",
         ),
         (["train", "text", "--interval", "x"], 2, "argument --interval: must be a whole number or auto, got 'x'"),
+        (["demo", "--replicas", "1"], 2, "--replicas must be 2 or more to fan out, got 1; for example 4"),
         (["train", "text", "--dropout", "1"], 2, "--dropout must lie in [0, 1)"),
         (["sweep", "digits", "--folder", __file__], 1, "cannot read"),
         (["train", "text", "--peak-lr", "0"], 2, "--peak-lr must be positive"),

@@ -198,7 +198,7 @@ def _find_lr(arguments: argparse.Namespace) -> str:
     _prepare(arguments)
     options.make_task()
     launch([Job(options, str(folder), finds=True)], one_process=arguments.in_process)
-    return f"\n{finder.show(read(folder / 'find_lr.json'))}\n\nEverything is in {folder}"
+    return f"\n{finder.show(read(folder / 'find_lr.json'), folder)}\nEverything is in {folder}"
 
 
 def _sweep(arguments: argparse.Namespace) -> str:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hdet.lab.errors import OptionError
 from hdet.lab.folder import RunFolder, read_lines, require_empty
 from hdet.lab.launch import launch
 from hdet.lab.options import RunOptions
@@ -19,6 +20,8 @@ STEPS, REPLICAS, TOO_LOW = 400, 4, 10.0
 
 def demo(folder: Path, *, steps: int = STEPS, replicas: int = REPLICAS, one_process: bool = False) -> str:
     """Train three times and return the report. Writes `folder`, which must be new or empty."""
+    if replicas < 2:
+        raise OptionError(f"replicas must be 2 or more to fan out, got {replicas}; for example {REPLICAS}")
     require_empty(folder)
     options = RunOptions("text", steps=steps, replicas=replicas, controller="none")
     best = options.make_task().peak_lr
@@ -63,14 +66,16 @@ def _verdict(results: dict[str, dict[str, Any]], jobs: dict[str, Job]) -> str:
     said = f"HDET closed {closed:.0f}% of the gap that the low start leaves."
     if closed < 0:
         said = f"HDET closed nothing of the gap that the low start leaves, and ended {hdet - low:.4f} above it."
-    return f"{said}\nOne seed: differences of a few hundredths mean little. {_cost(Path(jobs['HDET'].folder))}"
+    return f"{said}\nOne seed: differences of a few hundredths mean little. {_cost(Path(jobs['HDET'].folder), results['HDET'])}"
 
 
-def _cost(folder: Path) -> str:
+def _cost(folder: Path, result: dict[str, Any]) -> str:
     """What the seconds of a run with `auto` were spent on beside training, from its records."""
     probed = [record["step"] for record in read_lines(folder / "rounds.jsonl") if record["probe"] is not None]
     if not probed:
-        return "HDET's seconds include the steps in which\nit looked for the rate and which were undone."
+        return (
+            f"HDET's seconds include {result['finder_steps']} steps\nin which it looked for the rate; they were undone."
+        )
     often = "step" if probed[0] == 1 else f"{probed[0]} steps"
     return (
         "HDET's seconds include its probes, in which\nevery replica scores its weights on the same batches after "

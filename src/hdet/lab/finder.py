@@ -72,8 +72,8 @@ def find(options: RunOptions, task: Task, model: nn.Module, optimizer: Optimizer
         progress.close()
 
 
-def show(result: dict[str, Any]) -> str:
-    """What was found, as a table."""
+def show(result: dict[str, Any], folder: Path) -> str:
+    """What was found, as a table, and where the picture is."""
     low, high = result["interval"]
     rows = [
         ["learning rate", f"{result['rate']:.3g}"],
@@ -84,7 +84,9 @@ def show(result: dict[str, Any]) -> str:
         ["cost in steps", f"{result['cost']:.0f}"],
         ["seconds", f"{result['seconds']:.1f}"],
     ]
-    return table(["found", ""], rows)
+    picture = folder / "find_lr.png"
+    drawn = f"Picture: {picture}" if picture.exists() else "No picture: it needs matplotlib, pip install 'hdet[lab]'"
+    return f"{table(['found', ''], rows)}\n\n{drawn}"
 
 
 def _result(options: RunOptions, peak_lr: float, found: FoundRate) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def summary(options: RunOptions, folder: Path) -> str:
         rows.append(["loss with what the probe saw", number(result["held_out"]["loss"])])
     rows += [["loss of the marginals", number(result["marginal_loss"])]]
     rows += [["peak lr", f"{result['peak_lr']:.3g}"], ["steps", str(result["steps"])]]
-    rows += [[f"{name}, times at step {result['scales_step']}", f"{x:.3g}"] for name, x in result["scales"].items()]
+    rows += [[f"{name}: scale at step {result['scales_step']}", f"{x:.3g}"] for name, x in result["scales"].items()]
     rows += [["seconds", f"{result['seconds']:.1f}"]]
     drawn = draw({f"{options.task}, {options.controller}": folder}, folder)
     header = "held out, unseen half" if result["held_out_probe"] else "held out, all samples"
