@@ -66,7 +66,8 @@ def _verdict(results: dict[str, dict[str, Any]], jobs: dict[str, Job]) -> str:
     said = f"HDET closed {closed:.0f}% of the gap that the low start leaves."
     if closed < 0:
         said = f"HDET closed nothing of the gap that the low start leaves, and ended {hdet - low:.4f} above it."
-    return f"{said}\nOne seed: differences of a few hundredths mean little. {_cost(Path(jobs['HDET'].folder), results['HDET'])}"
+    cost = _cost(Path(jobs["HDET"].folder), results["HDET"])
+    return f"{said}\nOne seed: differences of a few hundredths mean little. {cost}"
 
 
 def _cost(folder: Path, result: dict[str, Any]) -> str:
