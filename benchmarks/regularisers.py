@@ -7,8 +7,8 @@ Four replicas in one process (plain training of a model without BatchNorm: one).
 benchmarks/results/regularisers.jsonl; a second call runs what is missing there. The probe costs extra and is not
 charged here: the question is what is found, not what it costs.
 
-The probe draws from every other held-out sample, and the held-out loss is that of all of them: half of the reported
-samples have been looked at, by a controller that moves one number.
+The probe draws from every other held-out sample. All losses here, those of the sweep too, are on the samples in
+between, which no run has seen (`held_out_unseen`). A row without that loss is an older one and is run again.
 """
 
 from __future__ import annotations
@@ -42,22 +42,25 @@ def one(run: dict) -> dict:
     from hdet.lab.train import train  # noqa: PLC0415
 
     torch.set_num_threads(1)
-    method = {"controller": "none"} if run["explore"] == "" else {"controller": "slope", "explore": run["explore"]}
+    method = {"controller": "none"}
+    if run["explore"]:
+        method = {"controller": "slope", "explore": run["explore"], "gradients": run["gradients"]}
     # plain DDP is one process with the global batch, except for BatchNorm
     size = 1 if not run["explore"] and run["task"] != "digits" else 4
     options = RunOptions(
-        run["task"], size=run["size"], seed=run["seed"], replicas=size, gradients=run["gradients"],
+        run["task"], size=run["size"], seed=run["seed"], replicas=size,
         **{run["what"]: run["start"]}, **method,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         result = hdet.in_process(train, size, options, Path(folder) / "run")[0]
-    loss = (result["held_out"] or {}).get("loss")
-    return {**run, "held_out": loss, "scale": result["scales"].get(run["what"]), "seconds": result["seconds"]}
+    losses = {name: (result[name] or {}).get("loss") for name in ("held_out", "held_out_unseen")}
+    scale = {"scale": result["scales"].get(run["what"]), "scale_step": result["scales_step"]}
+    return {**run, **losses, **scale, "seconds": result["seconds"]}
 
 
 def known() -> dict[str, dict]:
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-    return {key(row): row for row in rows}
+    return {key(row): row for row in rows if "held_out_unseen" in row}
 
 
 def key(run: dict) -> str:
@@ -78,7 +81,8 @@ def measure(runs: list[dict]) -> list[dict]:
 
 
 def mean_loss(rows: list[dict]) -> float:
-    return statistics.fmean(math.inf if row["held_out"] is None else row["held_out"] for row in rows)
+    losses = [row["held_out_unseen"] for row in rows]
+    return statistics.fmean(math.inf if loss is None else loss for loss in losses)
 
 
 def study(what: str, about: dict, seeds: list[int]) -> None:
@@ -97,7 +101,7 @@ def study(what: str, about: dict, seeds: list[int]) -> None:
             rows = measure([{**plain, "explore": explore, "start": start, "seed": s} for s in seeds])
             regret = 100 * (mean_loss(rows) / sweep[best] - 1)
             scales = ", ".join(f"{row['scale']:.3g}" for row in rows)
-            print(f"  from {start:g}, {explore}: {mean_loss(rows):.4f} ({regret:+.1f} %), scales at the end {scales}")
+            print(f"  from {start:g}, {explore}: {mean_loss(rows):.4f} ({regret:+.1f} %), scales {scales}")
 
 
 def main() -> int:

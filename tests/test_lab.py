@@ -12,7 +12,8 @@ import sys
 
 import pytest
 
-from hdet.lab import cli, pictures
+from hdet.lab import cli, pictures, summary
+from hdet.lab import demo as demos
 from hdet.lab import sweep as sweeps
 from hdet.lab.errors import OptionError
 from hdet.lab.folder import plain, read, read_lines
@@ -76,6 +77,9 @@ def test_torchrun_gives_the_same_result(trained, tmp_path):
     ran = run(*TORCHRUN, *command, "--folder", tmp_path / "run")
     assert ran.returncode == 0, ran.stderr
     assert losses(tmp_path / "run") == losses(trained)
+    assert ran.stdout.count("loss of the marginals") == 1  # the table that `hdet train` ends in, from one replica
+    assert f"Everything is in {tmp_path / 'run'}" in ran.stdout
+    assert (tmp_path / "run" / "fan.png").exists()
 
 
 def test_two_torchrun_agents_on_loopback(trained, tmp_path):
@@ -107,7 +111,10 @@ def test_a_sweep_finds_the_optimum_and_goes_on_where_it_stopped(tmp_path, monkey
     folder = tmp_path / "sweep"
     words = ["sweep", "digits", "--size", "smoke", "--steps", "20", "--seeds", "1", "--in-process"]
     assert cli.main([*words, "--folder", str(folder), "--peak-lr", "0.02"]) == 0
-    assert "<- best" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert re.search(r"0\.\d{4}   -  0\.\d{4}  0\.\d{4}  <- best", table)  # one seed has no standard deviation
+    assert "One seed, so small differences mean nothing" in table
+    assert "Held-out loss: of all samples" in table
     found = read(folder / "sweep.json")
     rates = [row["peak_lr"] for row in found["rates"]]
     assert all(b / a <= 2.001 for a, b in itertools.pairwise(rates))
@@ -127,7 +134,10 @@ def test_a_sweep_widens_and_says_when_it_gave_up(tmp_path, monkeypatch):
     def pretend(limit):
         def run_all(jobs, one_process):
             rates = [job.options.peak_lr for job in jobs]
-            return [{"held_out": {"loss": None if rate > limit else 1 / rate}} for rate in rates]
+            return [
+                {"held_out_unseen": {"loss": 0.0}, "held_out": {"loss": None if rate > limit else 1 / rate}}
+                for rate in rates
+            ]
 
         monkeypatch.setattr(sweeps, "run_all", run_all)
 
@@ -156,12 +166,19 @@ def test_returns_against_the_number_of_replicas(tmp_path, capsys):
     ]  # fmt: skip
 
 
-def test_the_demo_ends_in_three_rows_and_pictures(tmp_path, capsys):
+def test_the_demo_ends_in_three_rows_and_pictures(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "demo"
     assert cli.main(["demo", "--steps", "6", "--replicas", "2", "--in-process", "--folder", str(folder)]) == 0
     report = capsys.readouterr().out
     assert len(re.findall(r"^(OneCycleLR|OneCycleLR, best rate|HDET) +\d\.\de-\d\d +\d", report, re.MULTILINE)) == 3
     assert str(folder) in report
+    rounds = read_lines(folder / "hdet-low" / "rounds.jsonl")
+    monkeypatch.setattr(
+        demos, "read_lines", lambda path: [{"step": 7 * record["step"], "probe": 1} for record in rounds]
+    )
+    assert f"after every {7 * rounds[0]['step']} steps: what not knowing" in demos._cost(folder / "hdet-low", {})
+    monkeypatch.setattr(demos, "read_lines", lambda path: [])
+    assert "include 290 steps\n" in demos._cost(folder / "hdet-low", {"finder_steps": 290})
     assert {path.name for path in folder.iterdir()} >= {"fan.png", "losses.png", "plain-low", "hdet-low"}
     peaks = [read(folder / name / "result.json")["peak_lr"] for name in ("plain-low", "plain-best", "hdet-low")]
     assert peaks[0] == peaks[2] == peaks[1] / 10
@@ -190,11 +207,45 @@ def test_every_controller_and_everything_explored_can_be_had_from_the_command_li
     assert set(read(folder / "result.json")["scales"]) == explored
 
 
+def test_a_run_with_a_held_out_probe_reports_what_the_probe_has_not_seen(tmp_path, capsys):
+    words = ["train", "digits", "--size", "smoke", "--steps", "4", "--in-process", "--folder", str(tmp_path / "run")]
+    assert cli.main([*words, "--controller", "slope", "--explore", "weight_decay=2", "--interval", "2"]) == 0
+    result, shown = read(tmp_path / "run" / "result.json"), capsys.readouterr().out
+    assert result["held_out_probe"]
+    assert result["held_out_unseen"]["loss"] != result["held_out"]["loss"]
+    assert re.search(rf"held out, unseen half\s+loss +{result['held_out_unseen']['loss']:.4f}\n", shown)
+    plain = summary.reported(result | {"held_out_probe": False})
+    assert plain == result["held_out"]
+
+
+def test_scales_are_those_of_the_schedule_before_it_is_annealed(tmp_path):
+    words = ["train", "digits", "--size", "smoke", "--steps", "40", "--controller", "line_search", "--in-process"]
+    assert cli.main([*words, "--interval", "2", "--peak-lr", "1e-3", "--folder", str(tmp_path / "run")]) == 0
+    rounds = {record["step"]: record for record in read_lines(tmp_path / "run" / "rounds.jsonl")}
+    result = read(tmp_path / "run" / "result.json")
+    step = result["scales_step"]
+    assert result["scales"]["learning_rate"] == rounds[step]["hyperparameters"]["learning_rate"]["scale"]
+    high = [s for s, record in rounds.items() if record["hyperparameters"]["learning_rate"]["base"] > 0.5e-3]
+    assert step in (max(high), max(high) - 2)  # the base of a record is its round's last, the half is passed after it
+    assert result["scales"]["learning_rate"] != rounds[40]["hyperparameters"]["learning_rate"]["scale"]
+
+
+def test_the_fan_is_labelled_with_what_it_shows():
+    assert pictures._quantity(["learning_rate/dense", "learning_rate/embedding"]) == "learning rate"
+    assert pictures._quantity(["weight_decay"]) == "weight decay"
+    assert pictures._quantity(["weight_decay", "learning_rate"]) == "value"
+
+
 def test_returns_with_something_explored(tmp_path, capsys):
     words = ["returns", "digits", "--size", "smoke", "--steps", "2", "--sizes", "2", "--in-process", "--interval", "1"]
     explored = ["--controller", "slope", "--explore", "weight_decay=0.3"]
     assert cli.main([*words, *explored, "--folder", str(tmp_path / "run")]) == 0
-    assert "slope" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "slope" in shown
+    assert "Held-out loss: of the half of the samples that no probe has seen" in shown
+    for row in read(tmp_path / "run" / "returns.json")["rows"]:  # the plain row too, or they could not be compared
+        result = read(tmp_path / "run" / f"2-{row['controller']}-seed-0" / "result.json")
+        assert row["losses"] == [result["held_out_unseen"]["loss"]]
 
 
 def test_what_is_charged_shortens_the_run(tmp_path):
@@ -232,12 +283,16 @@ def test_find_lr_writes_what_it_found(tmp_path, capsys):
     shown = capsys.readouterr().out
     result = read(tmp_path / "run" / "find_lr.json")
     assert f"{result['rate']:.3g}" in shown
+    assert f"Picture: {tmp_path / 'run' / 'find_lr.png'}" in shown
     assert result["interval"][0] < result["interval"][1]
     assert result["cost"] > result["steps"] > 50
     assert result["peak_lr"] == pytest.approx(result["rate"] / result["scale"])
     assert (tmp_path / "run" / "find_lr.png").stat().st_size > 1000
     assert cli.main([*words, "--in-process", "--folder", str(tmp_path / "threads")]) == 0
     assert read(tmp_path / "threads" / "find_lr.json")["rate"] == pytest.approx(result["rate"], rel=1e-3)
+    last = 10 * (result["steps"] // 10)
+    progress = capsys.readouterr().err
+    assert re.search(rf"^flights, find-lr, seed 0: step {last}, loss \d.*, lr \d", progress, re.MULTILINE)
 
 
 def test_find_lr_from_a_hopeless_start_says_so(tmp_path, capsys):

@@ -10,26 +10,27 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 from test_lab import ENVIRONMENT, SMOKE, run
 
 from hdet.lab import cli, launch, tasks, worker
+from hdet.lab.errors import LabError
 from hdet.lab.folder import read, read_lines
 
 HDET = (sys.executable, "-m", "hdet.lab")
 
 
 def processes_of(session):
-    """The processes of a session that have not ended, read from /proc."""
+    """The processes of a session that have not ended, read from /proc: their folders there."""
     found = []
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            name, fields = stat.read_text().rsplit(")", 1)
-            state, _, _, belongs = fields.split()[:4]
+            state, _, _, belongs = stat.read_text().rsplit(")", 1)[1].split()[:4]
             if int(belongs) == session and state not in "ZX":
-                found.append(name)
+                found.append(stat.parent)
     return found
 
 
@@ -133,11 +134,36 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capfd):
         (["train", "digits", "--controller", "slope", "--explore", "dropout=0.2"], 2, "--dropout 0.1"),
         (["train", "digits", "--optimizer", "sgd", "--explore", "beta2=0.2"], 2, "sgd has no beta2"),
         (["train", "digits", "--controller", "none", "--explore", "momentum=0.2"], 2, "explore has no effect"),
+        (["train", "digits", "--controller", "none", "--gradients", "local"], 2, "--gradients has no effect with"),
+        (["train", "digits", "--controller", "none", "--outer-step", "0.5"], 2, "--outer-step has no effect with"),
+        (["sweep", "digits", "--spread", "0.1"], 2, "--spread has no effect with --controller none"),
+        (["train", "digits", "--controller", "slope", "--warmup-steps", "9"], 2, "--warmup-steps has no effect with"),
+        (["train", "digits", "--charge"], 2, "--charge has no effect with --controller softmax, which has no probe"),
+        (
+            ["train", "digits", "--spread", "0.2", "--explore", "weight_decay=0.3"],
+            2,
+            "--spread has no effect beside --explore; leave it out and write --explore learning_rate=0.2",
+        ),
+        (["train", "digits", "--explore", "momentum=0.2,momentum=0.3"], 2, "--explore must name momentum once"),
+        (["train", "digits", "--explore", "momentum=0.2", "--per-group"], 2, "--per-group has no effect"),
+        (["returns", "digits", "--sizes", "2,2"], 2, "--sizes must be different numbers of replicas, such as 2,4; got"),
+        (
+            ["returns", "digits", "--sizes", "2,x"],
+            2,
+            "argument --sizes: must be whole numbers such as 2,4,8; got '2,x'",
+        ),
+        (["train", "text", "--interval", "x"], 2, "argument --interval: must be a whole number or auto, got 'x'"),
+        (["demo", "--replicas", "1"], 2, "--replicas must be 2 or more to fan out, got 1; for example 4"),
+        (["train", "text", "--dropout", "1"], 2, "--dropout must lie in [0, 1)"),
         (["sweep", "digits", "--folder", __file__], 1, "cannot read"),
-        (["train", "text", "--peak-lr", "0"], 2, "peak_lr must be positive"),
+        (["train", "text", "--peak-lr", "0"], 2, "--peak-lr must be positive"),
         (["train", "text", "--peak-lr", "fast"], 2, "invalid float value: 'fast'"),
         (["train", "text", "--interval", "0"], 2, "interval must be a whole number of at least 1"),
-        (["train", "text", "--data", "/no/such/file"], 2, "/no/such/file"),
+        (
+            ["train", "text", "--data", "/no/such/file"],
+            2,
+            "--data must be a file that can be read; /no/such/file: No such",
+        ),
         (["train", "text", "--folder", "/proc/nowhere"], 1, "cannot write /proc/nowhere"),
         (["sweep", "text", "--ratio", "3"], 2, "ratio must be more than 1 and at most 2"),
         (["train"], 2, "the following arguments are required: TASK"),
@@ -162,6 +188,46 @@ def test_missing_data_are_one_line_before_anything_starts(tmp_path, monkeypatch,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("how", [[], ["--in-process"]])
+def test_a_warning_is_its_text_once(tmp_path, how):
+    words = ["train", "digits", "--size", "smoke", "--steps", "4", "--warmup-steps", "100", "--folder"]
+    ran = run(*HDET, *words, tmp_path / "run", *how)
+    assert ran.returncode == 0
+    errors = ran.stderr
+    assert errors.count("Softmax never acts") == 1
+    assert re.search(r"^hdet: warning: Softmax never acts: [^/]*$", errors, re.MULTILINE)
+    assert "UserWarning" not in errors
+    assert ".py" not in errors
+
+
+def importing_torch(session):
+    """How many processes have begun to import torch."""
+    found = 0
+    for process in processes_of(session):
+        with contextlib.suppress(OSError):
+            found += "libtorch" in (process / "maps").read_text()
+    return found
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_signal_while_it_starts_is_one_line(tmp_path, processes):
+    """While the command imports torch, and while the process that the replicas are forked from does."""
+    words = [str(pathlib.Path(sys.executable).with_name("hdet")), "train", "text", "--folder", str(tmp_path / "run")]
+    child = subprocess.Popen(
+        words, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        wait_for(lambda: importing_torch(child.pid) >= processes or child.poll() is not None, 60)
+        os.killpg(child.pid, signal.SIGINT)
+        _, errors = child.communicate(timeout=30)
+        wait_for(lambda: not processes_of(child.pid), 30)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    assert child.returncode == 130, errors
+    assert errors.strip() == "hdet: stopped"
+
+
 def test_a_folder_in_use_is_refused(tmp_path, capsys):
     (tmp_path / "thesis.tex").touch()
     assert cli.main(["train", "text", "--folder", str(tmp_path)]) == 1
@@ -178,3 +244,19 @@ def test_a_port_in_use_is_one_line(tmp_path):
     assert ran.returncode == 1
     assert f"hdet: error: the replicas cannot meet at 127.0.0.1:{port}; try another port" in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def test_a_stranger_at_the_meeting_place_is_told_in_seconds(monkeypatch):
+    monkeypatch.setattr(worker, "_SECONDS_TO_ANSWER", 1.0)
+    threads = threading.active_count()
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()  # takes connections and never says a word
+        port = stranger.getsockname()[1]
+        for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(
+            LabError, match=f"cannot meet at 127.0.0.1:{port}, which another program holds; try another"
+        ):
+            worker.join()
+    wait_for(lambda: threading.active_count() == threads, 30)  # what torch says when the stranger leaves is not ours

@@ -13,6 +13,9 @@ import torch
 from hdet.lab.tasks import flights_table, make
 from hdet.lab.tasks.flights import _auc
 
+HEADER = ",".join(flights_table.COLUMNS) + "\n"
+GOOD = "2013,1,1,900,100,0,0,UA,N1,JFK,LAX\n"
+
 
 def flights_csv(path, flights=2000, header=flights_table.COLUMNS, changed=-1):
     """A flight every ten minutes; each that leaves from B is late, except the changed one."""
@@ -64,17 +67,44 @@ def test_labels_of_flights_that_never_left_are_masked(tmp_path):
     ("content", "message"),
     [
         ("year,month\n2013,1\n", "lacks the columns day, sched_dep_time, distance, dep_delay"),
-        (",".join(flights_table.COLUMNS) + "\n", "has no flights"),
-        (",".join(flights_table.COLUMNS) + "\n2013,1,1,x,100,0,0,UA,N1,JFK,LAX\n", "sched_dep_time must hold numbers"),
-        (",".join(flights_table.COLUMNS) + "\n2013,1,1,900,NA,0,0,UA,N1,JFK,LAX\n", "distance must not have gaps"),
-        (",".join(flights_table.COLUMNS) + "\n2013,1,1,900,100,0,0,UA,N1,JFK,LAX\n", "steps must be at most 0"),
+        (HEADER, "bad.csv has none with a tailnum"),
+        (HEADER + GOOD + "2013,1,1,x,100,0,0,UA,N1,JFK,LAX\n",
+         "hold numbers in the column sched_dep_time; .*bad.csv, line 3 has 'x'"),
+        (HEADER + GOOD + "2013,1,1,900,inf,0,0,UA,N1,JFK,LAX\n",
+         "hold numbers in the column distance; .*bad.csv, line 3 has 'inf'"),
+        (HEADER + GOOD + "\n2013,1,1,900,NA,0,0,UA,N1,JFK,LAX\n",
+         "have no gaps in the column distance; .*bad.csv, line 4 has one"),
+        (HEADER + GOOD + "2013,1,1,900,100\n", "11 values in each line.*; .*bad.csv, line 3 has 5"),
+        (HEADER + GOOD + "2013,1,1,900,100,0,0,UA,N1,JFK,LAX,?\n", "11 values in each line.*; .*csv, line 3 has 12"),
+        (HEADER + GOOD + "2013,13,1,900,100,0,0,UA,N1,JFK,LAX\n",
+         "hold dates .*; .*bad.csv, line 3 has 2013, 13, 1: month must be in"),
+        (HEADER + GOOD + "2013,1,1,1790,100,0,0,UA,N1,JFK,LAX\n", "hold times such as 1745 .*csv, line 3 has 1790"),
+        (HEADER + GOOD + "2013,1,1,900,100,0,0,UA," + 200_000 * "N" + ",JFK,LAX\n",
+         "must be a CSV file; .*bad.csv, line 3: field larger"),
+        (HEADER + GOOD, "at least 302 flights, 256 for one step .*bad.csv has 1"),
+        ("\N{LATIN SMALL LETTER E WITH ACUTE}".encode("latin-1") + HEADER.encode(), "UTF-8 text, but .*bad.csv is not"),
     ],
-)
+)  # fmt: skip
 def test_a_file_of_flights_that_cannot_work_is_a_clear_error(tmp_path, content, message):
     path = tmp_path / "bad.csv"
-    path.write_text(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
         make("flights", "smoke", data=str(path))
+
+
+def test_a_file_saved_by_a_spreadsheet_has_a_mark_in_front(tmp_path):
+    path = flights_csv(tmp_path / "a.csv", 400)
+    (tmp_path / "marked.csv").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "a.csv").read_bytes())
+    plain, marked = (flights_table.own_file(str(p)) for p in (path, tmp_path / "marked.csv"))
+    assert all(torch.equal(a, b) for a, b in zip(plain, marked, strict=True))
+
+
+@pytest.mark.parametrize("name", ["text", "flights"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
+    with pytest.raises(ValueError, match="data must be a file that can be read; /no/such/file: No such file"):
+        make(name, "smoke", data="/no/such/file")
+    with pytest.raises(ValueError, match=f"data must be a file that can be read; {tmp_path}: Is a directory"):
+        make(name, "smoke", data=str(tmp_path))
 
 
 def test_own_text(tmp_path):
@@ -85,7 +115,7 @@ def test_own_text(tmp_path):
     assert task.evaluate(task.model())["bits_per_byte"] > 0
     path = tmp_path / "short.txt"
     path.write_text("abcd")
-    with pytest.raises(ValueError, match="at least 1280 bytes"):
+    with pytest.raises(ValueError, match="at least 1300 bytes"):
         make("text", "smoke", data=str(path))
 
 

@@ -165,3 +165,28 @@ def test_probes_are_four_global_batches_fixed_by_seed_and_index(name, held_out):
     again, other = make(name, "smoke").probe(3, held_out), task.probe(4, held_out)
     assert all(torch.equal(a, b) for x, y in zip(probe, again, strict=True) for a, b in zip(x, y, strict=True))
     assert not all(torch.equal(a, b) for x, y in zip(probe, other, strict=True) for a, b in zip(x, y, strict=True))
+
+
+@each_task
+def test_a_held_out_probe_never_draws_what_is_evaluated_as_unseen(name):
+    task = make(name, "smoke")
+    model, rows = task.model(), set()
+
+    def look(module, inputs):
+        for sample in zip(*inputs, strict=True):
+            rows.add(b"".join(part.numpy().tobytes() for part in sample))
+
+    def seen(call):
+        rows.clear()
+        call()
+        return set(rows)
+
+    model.register_forward_pre_hook(look)
+    everything = seen(lambda: task.evaluate(model))
+    unseen = seen(lambda: task.evaluate(model, unseen=True))
+    probed = seen(lambda: [task.loss(model, batch) for index in range(30) for batch in task.probe(index, True)])
+    assert probed
+    assert not probed & unseen
+    assert probed | unseen <= everything
+    assert len(everything) // 2 - 1 <= len(unseen) <= len(everything) // 2 + 1
+    assert task.evaluate(model, unseen=True)["loss"] != task.evaluate(model)["loss"]

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from hdet.lab.errors import InterruptedRunError, LabError, OptionError
+from hdet.lab.errors import InterruptedRunError, LabError, OptionError, warnings_in_words
 from hdet.lab.folder import default_folder, read, require_empty
 from hdet.lab.options import CONTROLLERS, EXPLORABLE, OPTIMIZERS, SIZES, RunOptions
-from hdet.lab.tables import number, table
 from hdet.lab.tasks import TASKS
 from hdet.lab.worker import Job
 
@@ -21,7 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit code: 0, 1 if it failed, 2 for bad arguments, 130 if it was stopped."""
     try:
         arguments = _parser().parse_args(argv)
-        text: str = arguments.command(arguments)
+        with warnings_in_words():
+            text: str = arguments.command(arguments)
         print(text, flush=True)
     except InterruptedRunError as error:
         print(f"\nhdet: {error}", file=sys.stderr, flush=True)
@@ -30,12 +30,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             os._exit(error.exit_code)
         return error.exit_code
     except LabError as error:
-        print(f"hdet: error: {error}", file=sys.stderr, flush=True)
+        print(f"hdet: error: {said(error)}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
         print("\nhdet: stopped", file=sys.stderr, flush=True)
         return InterruptedRunError.exit_code
     return 0
+
+
+def said(error: LabError) -> str:
+    """The message, with the name of an option at its beginning as the flag that the user writes.
+
+    >>> said(OptionError("peak_lr must be positive, got 0.0"))
+    '--peak-lr must be positive, got 0.0'
+    """
+    name, _, rest = str(error).partition(" ")
+    names = {*RunOptions.__dataclass_fields__, "seeds", "ratio", "most_rates", "sizes"} - {"task"}
+    flag = isinstance(error, OptionError) and name in names
+    return f"--{name.replace('_', '-')} {rest}" if flag else str(error)
 
 
 def worker_job(argv: Sequence[str] | None, replicas: int) -> Job:
@@ -134,11 +146,17 @@ def _options(arguments: argparse.Namespace) -> RunOptions:
 
 
 def _interval(text: str) -> int | Literal["auto"]:
-    return "auto" if text == "auto" else int(text)
+    try:
+        return "auto" if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number or auto, got {text!r}") from None
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be whole numbers such as 2,4,8; got {text!r}") from None
 
 
 def _seeds(arguments: argparse.Namespace) -> list[int]:
@@ -157,24 +175,16 @@ def _demo(arguments: argparse.Namespace) -> str:
 
 
 def _train(arguments: argparse.Namespace) -> str:
-    from hdet.lab.demo import draw  # noqa: PLC0415
     from hdet.lab.runs import run_all  # noqa: PLC0415
+    from hdet.lab.summary import summary  # noqa: PLC0415
 
     options = _options(arguments)
     folder = arguments.folder or default_folder(options.task)
     require_empty(folder)
     _prepare(arguments)
     options.make_task()
-    result = run_all([Job(options, str(folder))], lambda size: arguments.in_process)[0]
-    held_out = [
-        [name, number(value) if name == "loss" or value is not None else "-"]  # a ranking without positives has no AUC
-        for name, value in result["held_out"].items()
-    ]
-    rows = [*held_out, ["loss of the marginals", number(result["marginal_loss"])]]
-    rows += [["peak lr", f"{result['peak_lr']:.3g}"], ["steps", str(result["steps"])]]
-    rows += [["seconds", f"{result['seconds']:.1f}"]]
-    drawn = draw({f"{options.task}, {options.controller}": folder}, folder)
-    return f"\n{table(['held out', ''], rows)}\n\n{drawn}\nEverything is in {folder}"
+    run_all([Job(options, str(folder))], lambda size: arguments.in_process)
+    return summary(options, folder)
 
 
 def _find_lr(arguments: argparse.Namespace) -> str:
@@ -188,7 +198,7 @@ def _find_lr(arguments: argparse.Namespace) -> str:
     _prepare(arguments)
     options.make_task()
     launch([Job(options, str(folder), finds=True)], one_process=arguments.in_process)
-    return f"\n{finder.show(read(folder / 'find_lr.json'))}\n\nEverything is in {folder}"
+    return f"\n{finder.show(read(folder / 'find_lr.json'), folder)}\nEverything is in {folder}"
 
 
 def _sweep(arguments: argparse.Namespace) -> str:

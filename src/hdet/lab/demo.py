@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hdet.lab import pictures
-from hdet.lab.errors import LabError
-from hdet.lab.folder import RunFolder, require_empty
+from hdet.lab.errors import OptionError
+from hdet.lab.folder import RunFolder, read_lines, require_empty
 from hdet.lab.launch import launch
 from hdet.lab.options import RunOptions
 from hdet.lab.runs import run_all
+from hdet.lab.summary import draw
 from hdet.lab.tables import number, table
 from hdet.lab.worker import Job
 
@@ -20,6 +20,8 @@ STEPS, REPLICAS, TOO_LOW = 400, 4, 10.0
 
 def demo(folder: Path, *, steps: int = STEPS, replicas: int = REPLICAS, one_process: bool = False) -> str:
     """Train three times and return the report. Writes `folder`, which must be new or empty."""
+    if replicas < 2:
+        raise OptionError(f"replicas must be 2 or more to fan out, got {replicas}; for example {REPLICAS}")
     require_empty(folder)
     options = RunOptions("text", steps=steps, replicas=replicas, controller="none")
     best = options.make_task().peak_lr
@@ -36,18 +38,7 @@ def demo(folder: Path, *, steps: int = STEPS, replicas: int = REPLICAS, one_proc
     results = dict(zip(jobs, run_all(list(jobs.values()), lambda size: one_process), strict=True))
     seconds = time.monotonic() - started
     drawn = draw({name: Path(job.folder) for name, job in jobs.items()}, folder)
-    return f"\n{_table(results)}\n\n{_verdict(results)}\n\n{drawn}\nEverything is in {folder} ({seconds:.0f} s)."
-
-
-def draw(runs: dict[str, Path], folder: Path) -> str:
-    """Draw the fan of the runs that fanned out and the losses of all; say where, or why not."""
-    try:
-        drawn = [pictures.losses(list(runs.items()), folder / "losses.png")]
-        fans = [path for path in runs.values() if (path / "rounds.jsonl").exists()]
-        drawn += [found for path in fans if (found := pictures.fan(path, folder / "fan.png"))]
-    except LabError as error:
-        return f"No pictures: {error}"
-    return f"Pictures: {', '.join(str(path) for path in drawn)}"
+    return f"\n{_table(results)}\n\n{_verdict(results, jobs)}\n\n{drawn}\nEverything is in {folder} ({seconds:.0f} s)."
 
 
 def _introduction(steps: int, replicas: int, low: float, best: float) -> str:
@@ -67,7 +58,7 @@ def _table(results: dict[str, dict[str, Any]]) -> str:
     return table(["method", "start", "held-out loss", "bits per byte", "steps", "seconds"], rows)
 
 
-def _verdict(results: dict[str, dict[str, Any]]) -> str:
+def _verdict(results: dict[str, dict[str, Any]], jobs: dict[str, Job]) -> str:
     low, best, hdet = (results[name]["held_out"]["loss"] for name in results)
     if None in (low, best, hdet) or low <= best:
         return "No gap between the low and the best rate in this run: it is too short to tell them apart."
@@ -75,7 +66,19 @@ def _verdict(results: dict[str, dict[str, Any]]) -> str:
     said = f"HDET closed {closed:.0f}% of the gap that the low start leaves."
     if closed < 0:
         said = f"HDET closed nothing of the gap that the low start leaves, and ended {hdet - low:.4f} above it."
+    cost = _cost(Path(jobs["HDET"].folder), results["HDET"])
+    return f"{said}\nOne seed: differences of a few hundredths mean little. {cost}"
+
+
+def _cost(folder: Path, result: dict[str, Any]) -> str:
+    """What the seconds of a run with `auto` were spent on beside training, from its records."""
+    probed = [record["step"] for record in read_lines(folder / "rounds.jsonl") if record["probe"] is not None]
+    if not probed:
+        return (
+            f"HDET's seconds include {result['finder_steps']} steps\nin which it looked for the rate; they were undone."
+        )
+    often = "step" if probed[0] == 1 else f"{probed[0]} steps"
     return (
-        f"{said}\nOne seed: differences of a few hundredths mean little. HDET's seconds include its probes, in which\n"
-        "every replica scores its weights on the same batches after every fifth step: what not knowing the rate costs."
+        "HDET's seconds include its probes, in which\nevery replica scores its weights on the same batches after "
+        f"every {often}: what not knowing the rate costs."
     )

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 
 class LabError(Exception):
     """Something the user can mend; the message says how."""
@@ -39,3 +46,25 @@ class InterruptedRunError(LabError):
 
 ONE_LINE = {kind.__name__: kind for kind in (OptionError, FolderError, LabError)}
 """Errors that a replica reports by their message alone, by name."""
+
+
+@contextlib.contextmanager
+def warnings_in_words(shown: bool = True) -> Iterator[None]:
+    """Within it hdet's own warnings are a line without the place in the source that raised them.
+
+    Args:
+        shown: False on replicas that would only repeat the first one.
+    """
+    package, before = Path(__file__).parents[1], warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], filename: str, *where: Any, **more: Any) -> None:
+        if not issubclass(category, UserWarning) or package not in Path(filename).parents:
+            before(message, category, filename, *where, **more)
+        elif shown:
+            print(f"hdet: warning: {message}", file=sys.stderr, flush=True)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before

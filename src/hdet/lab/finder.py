@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from hdet import FindLRError, FoundRate, data_parallel, find_lr, find_replicas
 from hdet.lab.errors import LabError
 from hdet.lab.folder import RunFolder, plain
 from hdet.lab.options import RunOptions
+from hdet.lab.progress import Progress
 from hdet.lab.setup import device, make_probe
 from hdet.lab.tables import table
 from hdet.lab.tasks import Task
+
+_SHOWN_EVERY = 10  # steps
 
 
 def find_rate(options: RunOptions, folder: str | Path) -> dict[str, Any]:
@@ -49,19 +53,27 @@ def find(options: RunOptions, task: Task, model: nn.Module, optimizer: Optimizer
         LabError: if the loss does not fall at any rate.
     """
     replicas = find_replicas()
+    progress = Progress(f"{options.task}, find-lr, seed {options.seed}", None, replicas.rank == 0)
+    taken = itertools.count(1)
 
     def step(index: int) -> None:
         batch = task.batch(index % task.steps, replicas.rank, replicas.size)
-        task.loss(model, batch, options.label_smoothing).backward()  # type: ignore[no-untyped-call]
+        loss = task.loss(model, batch, options.label_smoothing)
+        loss.backward()  # type: ignore[no-untyped-call]
+        progress.step()
+        if (count := next(taken)) % _SHOWN_EVERY == 0:
+            progress.show(count, loss.item(), f"{float(optimizer.param_groups[0]['lr']):.1e}")
 
     try:
         return find_lr(model, optimizer, step, probe=make_probe(options, task), outer_step=outer_step)
     except FindLRError as error:
         raise LabError(str(error)) from error
+    finally:
+        progress.close()
 
 
-def show(result: dict[str, Any]) -> str:
-    """What was found, as a table."""
+def show(result: dict[str, Any], folder: Path) -> str:
+    """What was found, as a table, and where the picture is."""
     low, high = result["interval"]
     rows = [
         ["learning rate", f"{result['rate']:.3g}"],
@@ -72,7 +84,9 @@ def show(result: dict[str, Any]) -> str:
         ["cost in steps", f"{result['cost']:.0f}"],
         ["seconds", f"{result['seconds']:.1f}"],
     ]
-    return table(["found", ""], rows)
+    picture = folder / "find_lr.png"
+    drawn = f"Picture: {picture}" if picture.exists() else "No picture: it needs matplotlib, pip install 'hdet[lab]'"
+    return f"{table(['found', ''], rows)}\n\n{drawn}"
 
 
 def _result(options: RunOptions, peak_lr: float, found: FoundRate) -> dict[str, Any]:

@@ -71,6 +71,12 @@ def read(path: str | Path) -> Any:
         raise FolderError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
+def reported(result: dict[str, Any]) -> dict[str, Any]:
+    """What result.json has of the held-out samples: of all, or of those that a held-out probe has not drawn from."""
+    found: dict[str, Any] = result["held_out_unseen" if result["held_out_probe"] else "held_out"]
+    return found
+
+
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a JSON Lines file; none if there is no such file. A line cut short by a kill is left out."""
     try:

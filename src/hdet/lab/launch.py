@@ -9,6 +9,7 @@ import multiprocessing.forkserver
 import os
 import signal
 import tempfile
+import threading
 import traceback
 import uuid
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,8 @@ def prepare(processes: bool = True) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
     if processes and _METHOD == "forkserver":
         multiprocessing.set_forkserver_preload(_PRELOADED)
-        multiprocessing.forkserver.ensure_running()
+        with _deaf():
+            multiprocessing.forkserver.ensure_running()
 
 
 def launch(jobs: Sequence[Job], *, one_process: bool = False) -> None:
@@ -57,6 +59,19 @@ def launch(jobs: Sequence[Job], *, one_process: bool = False) -> None:
         _launch_threads(jobs, sizes.pop())
     else:
         _launch_processes(jobs, sizes.pop())
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """Processes that start within it ignore Ctrl-C from their first instruction on, in place of a traceback."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals belong to the main thread
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _launch_threads(jobs: Sequence[Job], size: int) -> None:

@@ -11,7 +11,11 @@ from hdet.lab.errors import LabError, OptionError
 from hdet.lab.tasks import TASKS, MissingDataError, OptimizerKind, Size, Task, make
 
 CONTROLLERS = ("none", "fixed", "softmax", "line_search", "slope", "auto")
+_WITH_PROBE = ("line_search", "slope", "auto")
 EXPLORABLE = ("learning_rate", "weight_decay", "momentum", "beta2", "dropout", "label_smoothing")
+REGULARISERS = frozenset({"weight_decay", "dropout", "label_smoothing"})
+_OF_FAN_OUT = ("explore", "spread", "gradients", "outer_step", "interval", "per_group", "charge")
+_OF_SOFTMAX = ("temperature", "warmup_steps")
 SIZES = ("smoke", "standard", "long")
 OPTIMIZERS = ("adamw", "sgd")
 
@@ -89,9 +93,10 @@ class RunOptions:
         _number("outer_step", self.outer_step, 0 < (self.outer_step or 1) <= 1, "in (0, 1]", "0.5")
         _number("weight_decay", self.weight_decay, 0 <= (self.weight_decay or 0) < math.inf, "at least 0", "0.1")
         _one_of("gradients", self.gradients, ("shared", "local"))
+        self._check_effect()
         self._check_explored()
         if self.replicas == 1 and self.controller not in ("none", "auto"):  # a long run with auto does not fan out
-            raise OptionError("replicas must be 2 or more to fan out, got 1; or choose the controller none")
+            raise OptionError("replicas must be 2 or more to fan out, got 1; or choose --controller none")
 
     @property
     def fans_out(self) -> bool:
@@ -101,7 +106,12 @@ class RunOptions:
     @property
     def probes(self) -> bool:
         """Whether the replicas are scored on a probe."""
-        return self.controller in ("line_search", "slope", "auto")
+        return self.controller in _WITH_PROBE
+
+    @property
+    def probes_held_out(self) -> bool:
+        """Whether that probe is of held-out data, so that the loss on the half it draws from is no test any more."""
+        return self.probes and not REGULARISERS.isdisjoint(self.explored())
 
     def explored(self) -> dict[str, float]:
         """The spread of each explored hyperparameter, by name.
@@ -116,12 +126,40 @@ class RunOptions:
         for part in self.explore.split(","):
             name, _, spread = part.partition("=")
             _one_of("explore", name, EXPLORABLE)
+            if name in found:
+                raise OptionError(f"explore must name {name} once, got {self.explore!r}")
             try:
                 found[name] = float(spread)
             except ValueError:
                 raise OptionError(f"explore must be like weight_decay=0.3, got {part!r}") from None
             _number(f"the spread of {name}", found[name], _is_spread(found[name]), "in [0, 1), or above 1", "0.3")
         return found
+
+    def _check_effect(self) -> None:
+        """Refuse what would be ignored."""
+        others = ", ".join(name for name in CONTROLLERS if name != "none")
+        for name in _OF_FAN_OUT:
+            if not self.fans_out and self._given(name):
+                raise OptionError(f"{name} has no effect with --controller none; leave it out, or choose of {others}")
+        for name in _OF_SOFTMAX:
+            if self.controller != "softmax" and self._given(name):
+                raise OptionError(
+                    f"{name} has no effect with --controller {self.controller}; leave it out, or choose softmax"
+                )
+        if self.charge and not self.probes:
+            raise OptionError(
+                f"charge has no effect with --controller {self.controller}, which has no probe to pay for; leave it "
+                f"out, or choose of {', '.join(_WITH_PROBE)}"
+            )
+        if self.explore and self.spread is not None:
+            raise OptionError(
+                f"spread has no effect beside --explore; leave it out and write --explore learning_rate={self.spread:g}"
+            )
+        if self.per_group is not None and "learning_rate" not in self.explored():
+            raise OptionError("per_group has no effect where the learning rate is not explored; leave it out")
+
+    def _given(self, name: str) -> bool:
+        return bool(getattr(self, name) != type(self).__dataclass_fields__[name].default)
 
     def _check_explored(self) -> None:
         for name in self.explored():
@@ -132,8 +170,6 @@ class RunOptions:
         acts_before = {"dropout", "label_smoothing"} & set(self.explored())
         if acts_before and self.gradients == "shared" and self.controller not in ("none", "fixed"):
             raise OptionError(f"{min(acts_before)} can be judged with local gradients only: add --gradients local")
-        if self.explore and not self.fans_out:
-            raise OptionError("explore has no effect with the controller none; choose another one")
 
     def make_task(self) -> Task:
         """The task, checked against the number of replicas.
@@ -144,11 +180,17 @@ class RunOptions:
         try:
             task = make(self.task, self.size, self.seed, self.data, self.steps, self.dropout, self.label_smoothing)
             task.batch(0, self.replicas - 1, self.replicas)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             raise OptionError(str(error)) from error
         except MissingDataError as error:
             raise LabError(str(error)) from error
         return task
+
+    def plain(self) -> RunOptions:
+        """The same under the plain schedule, without what then has no effect."""
+        names = (*_OF_FAN_OUT, *_OF_SOFTMAX)
+        defaults = {name: type(self).__dataclass_fields__[name].default for name in names}
+        return self.replace(controller="none", **defaults)
 
     def replace(self, **changes: Any) -> RunOptions:
         """The same with some changes."""

@@ -1,4 +1,4 @@
-"""Pictures of runs: the fan of learning rates, the losses, and a sweep. Needs matplotlib."""
+"""Pictures of runs: the fan of what is explored, the losses, and a sweep. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hdet.lab.errors import LabError
-from hdet.lab.folder import read, read_lines
+from hdet.lab.folder import read, read_lines, reported
 
 # Runs that lie on each other are all to be seen.
 _STYLES: list[dict[str, Any]] = [{"linewidth": 3.5, "alpha": 0.5}, {"linewidth": 1.5}, {"linewidth": 1.5, "ls": "--"}]
@@ -17,7 +17,7 @@ _SMOOTH = 20  # the running mean of the losses is this part of a run wide
 
 
 def fan(folder: Path, picture: Path) -> Path | None:
-    """The replicas' learning rates, round by round, around the plain schedule; None if nothing fanned out.
+    """The replicas' values, round by round, around the plain schedule; None if nothing fanned out.
 
     Above as they are, below as multiples of the schedule. One column for each explored hyperparameter.
     """
@@ -31,7 +31,7 @@ def fan(folder: Path, picture: Path) -> Path | None:
     )
     for column, name in enumerate(names):
         _draw_fan(axes[0][column], axes[1][column], rounds, name)
-    axes[0][0].set_ylabel("learning rate")
+    axes[0][0].set_ylabel(_quantity(names))
     axes[1][0].set_ylabel("multiple of the schedule")
     for axis in axes[1]:
         if axis.get_ylim()[1] > 10:  # a controller that has gone far
@@ -49,7 +49,7 @@ def losses(runs: Sequence[tuple[str, Path]], picture: Path) -> Path:
         smooth = _running_mean([line["loss"] for line in lines], max(1, len(lines) // _SMOOTH))
         (drawn,) = axis.plot([line["step"] for line in lines], smooth, label=label, **_STYLES[number % 3])
         result = read(folder / "result.json")
-        loss = None if result is None else result["held_out"]["loss"]
+        loss = None if result is None else reported(result)["loss"]
         if loss is not None:
             axis.plot([result["steps"]], [loss], "o", color=drawn.get_color(), clip_on=False)
     axis.set_xlabel("step")
@@ -65,8 +65,10 @@ def sweep(result: dict[str, Any], picture: Path) -> Path:
     rows = [row for row in result["rates"] if row["mean"] is not None and math.isfinite(row["mean"])]
     rates = [row["peak_lr"] for row in rows]
     figure, axis = plt.subplots(figsize=(7, 4.5))
-    axis.fill_between(rates, [r["min"] for r in rows], [r["max"] for r in rows], alpha=0.25, label="lowest to highest")
-    axis.plot(rates, [r["mean"] for r in rows], "o-", label=f"mean of {len(result['seeds'])} seeds")
+    if len(result["seeds"]) > 1:
+        band = [r["min"] for r in rows], [r["max"] for r in rows]
+        axis.fill_between(rates, *band, alpha=0.25, label="lowest to highest")
+    axis.plot(rates, [r["mean"] for r in rows], "o-", label=_mean_of(len(result["seeds"])))
     axis.axvline(result["best_peak_lr"], color="0.6", linestyle=":", label=f"best: {result['best_peak_lr']:.3g}")
     axis.set_xscale("log")
     axis.set_xlabel("peak learning rate")
@@ -93,6 +95,16 @@ def _draw_fan(above: Any, below: Any, rounds: list[dict[str, Any]], name: str) -
     below.set_xlabel("step")
     for axis in (above, below):
         axis.grid(alpha=0.3)
+
+
+def _quantity(names: Sequence[str]) -> str:
+    """What the values of these hyperparameters are, where they are of one kind: "learning_rate/dense" is a rate."""
+    kinds = {name.partition("/")[0].replace("_", " ") for name in names}
+    return kinds.pop() if len(kinds) == 1 else "value"
+
+
+def _mean_of(seeds: int) -> str:
+    return f"mean of {seeds} seeds" if seeds > 1 else "one seed"
 
 
 def _running_mean(values: list[float], width: int) -> list[float]:

@@ -16,13 +16,14 @@ class Progress:
 
     Args:
         title: what is being run.
-        steps: how long it is.
+        steps: how long it is; None if nobody knows.
         shown: False on the other replicas.
     """
 
-    def __init__(self, title: str, steps: int, shown: bool) -> None:
+    def __init__(self, title: str, steps: int | None, shown: bool) -> None:
         self._title, self._steps, self._shown = title, steps, shown
         self._started = self._last = time.monotonic()
+        self._unsaid = ""  # the latest state, as long as it was not printed
         self._bar = _bar(title, steps) if shown and sys.stderr.isatty() else None
 
     def step(self) -> None:
@@ -36,19 +37,28 @@ class Progress:
             self._bar.set_postfix_str(f"loss {loss:.3f}, lr {rates}", refresh=False)
             return
         now = time.monotonic()
-        if self._shown and (now - self._last >= _SECONDS_BETWEEN_LINES or step == self._steps):
+        of, left = "", ""
+        if self._steps is not None:
+            of = f"/{self._steps}"
+            left = f", {(now - self._started) / step * (self._steps - step):.0f} s left"
+        self._unsaid = f"{self._title}: step {step}{of}, loss {loss:.3f}, lr {rates}{left}"
+        if now - self._last >= _SECONDS_BETWEEN_LINES:
             self._last = now
-            left = (now - self._started) / step * (self._steps - step)
-            at = f"step {step}/{self._steps}, loss {loss:.3f}, lr {rates}"
-            print(f"{self._title}: {at}, {left:.0f} s left", file=sys.stderr, flush=True)
+            self._say()
 
     def close(self) -> None:
-        """Leave the bar as it is and go to the next line."""
+        """Leave the bar as it is and go to the next line; say where it ended."""
+        self._say()
         if self._bar is not None:
             self._bar.close()
 
+    def _say(self) -> None:
+        if self._shown and self._unsaid:
+            print(self._unsaid, file=sys.stderr, flush=True)
+        self._unsaid = ""
 
-def _bar(title: str, steps: int) -> Any:
+
+def _bar(title: str, steps: int | None) -> Any:
     try:
         tqdm = importlib.import_module("tqdm")
     except ModuleNotFoundError:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hdet.lab.errors import OptionError
 from hdet.lab.options import RunOptions
-from hdet.lab.runs import claim, held_out_loss, mean, run_all
+from hdet.lab.runs import claim, held_out_loss, mean, run_all, what_is_held_out
 from hdet.lab.tables import number, table
 from hdet.lab.worker import Job
 
@@ -22,8 +23,13 @@ def returns(
 ) -> dict[str, Any]:
     """Train with each number of replicas, plain and with the controller; what is in returns.json.
 
-    A second call goes on where one stopped.
+    A second call goes on where one stopped. The losses are those of all held-out samples, or where the controller has
+    a held-out probe, in all rows of the half that it does not draw from.
+
+    Raises:
+        LabError: for options or a folder that cannot work.
     """
+    _check(sizes)
     for size in sizes:
         options.replace(replicas=size).make_task()
     about = {"options": options.to_json(), "sizes": list(sizes), "seeds": list(seeds)}
@@ -32,10 +38,10 @@ def returns(
     rows = []
     for size in sizes:
         for method in methods:
-            plain = {"explore": "", "gradients": "shared"} if method == "none" else {}
-            jobs = [_job(options.replace(replicas=size, controller=method, seed=s, **plain), folder) for s in seeds]
+            kind = options.plain() if method == "none" else options
+            jobs = [_job(kind.replace(replicas=size, seed=s), folder) for s in seeds]
             results = run_all(jobs, one_process)
-            losses = [held_out_loss(result) for result in results]
+            losses = [held_out_loss(result, options.probes_held_out) for result in results]
             seconds = mean([result["seconds"] for result in results])
             rows.append({"replicas": size, "controller": method, "losses": losses, "seconds": seconds})
     result = {**about, "rows": rows}
@@ -50,12 +56,18 @@ def show(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         loss, name = mean(row["losses"]), "plain" if row["controller"] == "none" else row["controller"]
         change = "" if name == "plain" else f"{loss - plain[row['replicas']]:+.4f}"
-        spread = f"{number(min(row['losses']))}..{number(max(row['losses']))}"
+        lowest, highest = number(min(row["losses"])), number(max(row["losses"]))
+        spread = f"{lowest}..{highest}" if len(row["losses"]) > 1 else "-"
         rows.append([str(row["replicas"]), name, number(loss), spread, change, f"{row['seconds']:.1f}"])
     seeds = len(result["seeds"])
     text = table(["replicas", "method", "held-out loss", "min..max", "against plain", "seconds"], rows)
     said = "one seed, so small differences mean nothing" if seeds == 1 else f"mean over {seeds} seeds"
-    return f"{text}\n\nThe same global batch in every row; {said}."
+    return f"{text}\n\nThe same global batch in every row; {said}.\n{what_is_held_out(result)}"
+
+
+def _check(sizes: Sequence[int]) -> None:
+    if not sizes or len(set(sizes)) < len(sizes):
+        raise OptionError(f"sizes must be different numbers of replicas, such as 2,4; got {','.join(map(str, sizes))}")
 
 
 def _job(options: RunOptions, folder: Path) -> Job:

@@ -61,12 +61,26 @@ def claim(folder: Path, name: str, about: dict[str, Any]) -> RunFolder:
     return RunFolder(folder)
 
 
-def held_out_loss(result: dict[str, Any]) -> float:
-    """The held-out loss; infinite for a run that diverged."""
-    loss = (result.get("held_out") or {}).get("loss")
+def held_out_loss(result: dict[str, Any], unseen: bool) -> float:
+    """The loss on all held-out samples, or on those that no held-out probe draws from; infinite if the run diverged.
+
+    Raises:
+        FolderError: for a run that was done before there was such a loss.
+    """
+    name = "held_out_unseen" if unseen else "held_out"
+    if name not in result:
+        raise FolderError(f"a run has no {name}, it is another version's; choose another folder with --folder")
+    loss = (result[name] or {}).get("loss")
     return math.inf if loss is None else float(loss)
 
 
 def mean(values: Sequence[float]) -> float:
     """The mean; infinite if one value is."""
     return sum(values) / len(values)
+
+
+def what_is_held_out(result: dict[str, Any]) -> str:
+    """Which samples the losses of several runs are those of, in words."""
+    if RunOptions.from_json(result["options"]).probes_held_out:
+        return "Held-out loss: of the half of the samples that no probe has seen."
+    return "Held-out loss: of all samples."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,17 +30,18 @@ from hdet import (
     scalar,
     weight_decay,
 )
-from hdet.lab.folder import RunFolder
 from hdet.lab.options import RunOptions
 from hdet.lab.tasks import Batch, Task
 
-_REGULARISERS = {"weight_decay", "dropout", "label_smoothing"}
 _PROBE_BATCHES = 4  # global batches in a probe
 
 
 def make_probe(options: RunOptions, task: Task) -> Probe:
-    """Four global batches, drawn anew for each round; held-out ones where a regulariser is explored."""
-    held_out = bool(_REGULARISERS & set(options.explored()))
+    """Four global batches, drawn anew for each round; held-out ones where a regulariser is explored.
+
+    Those are of one half of the held-out data, and such a run reports its loss on the other half.
+    """
+    held_out = options.probes_held_out
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return task.loss(model, batch)
@@ -78,16 +80,11 @@ def make_ensemble(
     model: nn.Module,
     optimizer: Optimizer,
     smoothing: Scalar,
-    files: RunFolder | None,
+    on_round: Sequence[Callable[[RoundRecord], object]],
 ) -> Ensemble | None:
     """What makes the replicas fan out and converge; None for the plain schedule."""
     if not options.fans_out:
         return None
-
-    def write(record: RoundRecord) -> None:
-        if files is not None:
-            files.append("rounds.jsonl", record)
-
     return Ensemble(
         optimizer,
         _hyperparameters(options, model, optimizer, smoothing),
@@ -99,7 +96,7 @@ def make_ensemble(
         outer_step=options.outer_step,
         model=model,
         seed=options.seed,
-        on_round=[write],
+        on_round=on_round,
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from hdet.lab.errors import OptionError
 from hdet.lab.options import RunOptions
-from hdet.lab.runs import claim, held_out_loss, mean, run_all
+from hdet.lab.runs import claim, held_out_loss, mean, run_all, what_is_held_out
 from hdet.lab.tables import number, table
 from hdet.lab.worker import Job
 
@@ -27,6 +28,8 @@ def sweep(
     one_process: Callable[[int], bool] = lambda size: False,
 ) -> dict[str, Any]:
     """Train at every rate with every seed; what is in sweep.json. A second call goes on where one stopped.
+
+    The losses are those of all held-out samples, or of the half that is unseen where there is a held-out probe.
 
     Args:
         options: the run to repeat; its peak rate, or its task's, is the middle of the first grid.
@@ -47,7 +50,7 @@ def sweep(
 
     def measure(exponents: list[int]) -> dict[int, list[float]]:
         jobs = [_job(options, folder, _rate(middle, ratio, k), seed) for k in exponents for seed in seeds]
-        found = [held_out_loss(result) for result in run_all(jobs, one_process)]
+        found = [held_out_loss(result, options.probes_held_out) for result in run_all(jobs, one_process)]
         return {k: found[i * len(seeds) : (i + 1) * len(seeds)] for i, k in enumerate(exponents)}
 
     losses, best = _widen(measure, most_rates)
@@ -60,19 +63,20 @@ def sweep(
 
 def show(result: dict[str, Any]) -> str:
     """The table, and what it says."""
-    rows = []
+    rows, seeds = [], len(result["seeds"])
     for row in result["rates"]:
         best = "  <- best" if row["peak_lr"] == result["best_peak_lr"] else ""
         cells = [number(row[key]) for key in ("mean", "sd", "min", "max")]
+        cells[1] = "-" if seeds == 1 else cells[1]
         rows.append([f"{row['peak_lr']:.3g}", *cells[:-1], cells[-1] + best])
     width = max(len(row[-1]) for row in rows)
     rows = [[*row[:-1], row[-1].ljust(width)] for row in rows]
-    seeds = len(result["seeds"])
     text = table(["peak lr", "held-out loss", "sd", "min", "max".ljust(width)], rows)
     said = "The best rate lies inside the grid."
     if not result["inside"]:
         said = "The best rate is at the edge of the grid: it was not found. Widen it with --most-rates or --peak-lr."
-    return f"{text}\n\nMean over {seeds} seed{'s' if seeds > 1 else ''}. {said}"
+    mean_of = f"Mean over {seeds} seeds" if seeds > 1 else "One seed, so small differences mean nothing"
+    return f"{text}\n\n{mean_of}. {said}\n{what_is_held_out(result)}"
 
 
 def _widen(
@@ -108,5 +112,5 @@ def _rate(middle: float, ratio: float, k: int) -> float:
 def _summary(rate: float, losses: list[float]) -> dict[str, Any]:
     finite = all(math.isfinite(loss) for loss in losses)
     center = mean(losses)
-    sd = (sum((loss - center) ** 2 for loss in losses) / max(1, len(losses) - 1)) ** 0.5 if finite else math.inf
+    sd = None if len(losses) < 2 else statistics.stdev(losses) if finite else math.inf
     return {"peak_lr": rate, "losses": losses, "mean": center, "sd": sd, "min": min(losses), "max": max(losses)}

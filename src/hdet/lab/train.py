@@ -5,8 +5,10 @@ torchrun --standalone --nproc-per-node 2 -m hdet.lab.train text --peak-lr 1e-3
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import Auto, Ensemble, FoundRate, data_parallel, find_replicas
+from hdet import Auto, Ensemble, FoundRate, RoundRecord, data_parallel, find_replicas
 from hdet.lab.finder import find
 from hdet.lab.folder import RunFolder, plain
 from hdet.lab.options import RunOptions
@@ -29,7 +31,13 @@ _LINES_PER_RUN = 200
 def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
     """Train once, collectively; the first replica writes `folder`. What is in result.json, on every replica.
 
-    The loss on the held-out data is that of the average of the replicas, and known to the first one only.
+    The losses on the held-out data are those of the average of the replicas, and known to the first one only:
+    `held_out` of all samples, `held_out_unseen` of the half that no held-out probe draws from. The first is the
+    result of a run without such a probe, the second of a run with one and of those that are compared with it.
+
+    `scales` are the factors that the controller has put on the schedules at step `scales_step`, the end of the last
+    round before the learning rate falls below half of its peak. Later, with the rate on its way to zero, no scale
+    changes the loss much, and what a controller makes of it says little: rounds.jsonl has the whole course.
     """
     replicas = find_replicas()
     first = replicas.rank == 0
@@ -49,7 +57,11 @@ def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
         peak_lr = found.rate
     steps = charged_steps(options, task, found) if options.charge else task.steps
     schedule = OneCycleLR(optimizer, max_lr=peak_lr, total_steps=steps)
-    ensemble = make_ensemble(options, task, steps, model, optimizer, smoothing, files)
+    scales = _Scales(schedule)
+    sinks: list[Callable[[RoundRecord], None]] = [scales]
+    if files is not None:
+        sinks.append(functools.partial(files.append, "rounds.jsonl"))
+    ensemble = make_ensemble(options, task, steps, model, optimizer, smoothing, sinks)
     meter = _Meter(options, steps, schedule, ensemble, files)
     for step in range(steps):
         batch = task.batch(task.steps - steps + step, replicas.rank, replicas.size)  # what was charged is not seen
@@ -63,11 +75,12 @@ def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
         meter.step(step + 1, loss)
     seconds = time.perf_counter() - started
     meter.close()
-    scales = {} if ensemble is None else ensemble.scales
     if ensemble is not None:
+        scales.end(ensemble, steps)
         ensemble.close()
-    held_out = task.evaluate(model) if first else None
-    measured = {"seconds": round(seconds, 3), "train_loss": meter.last, "held_out": held_out, "scales": scales}
+    measured = {"seconds": round(seconds, 3), "train_loss": meter.last, "scales": scales.found}
+    measured |= {"scales_step": scales.step, "held_out": task.evaluate(model) if first else None}
+    measured |= {"held_out_unseen": task.evaluate(model, unseen=True) if first else None}
     cost = {} if found is None else {"finder_steps": found.steps, "finder_cost": found.cost}
     result: dict[str, Any] = plain({**_settings(options, task, steps, peak_lr), **cost, **measured})
     if files is not None:
@@ -86,7 +99,29 @@ def _find(options: RunOptions, task: Task, model: nn.Module, optimizer: Optimize
 def _settings(options: RunOptions, task: Task, steps: int, peak_lr: float) -> dict[str, Any]:
     """What a result is the result of."""
     copied = {name: getattr(options, name) for name in ("task", "size", "seed", "replicas", "optimizer", "controller")}
-    return {**copied, "peak_lr": peak_lr, "steps": steps, "marginal_loss": task.marginal_loss}
+    about = {"steps": steps, "marginal_loss": task.marginal_loss, "held_out_probe": options.probes_held_out}
+    return {**copied, "peak_lr": peak_lr, **about}
+
+
+class _Scales:
+    """Collects the scales of a run while they matter: `found` at `step`."""
+
+    def __init__(self, schedule: OneCycleLR) -> None:
+        self.found: dict[str, float] = {}
+        self.step = 0
+        self._group = schedule.optimizer.param_groups[0]
+
+    def __call__(self, record: RoundRecord) -> None:
+        if self._group["lr"] >= self._group["max_lr"] / 2:
+            self._take({name: row.scale for name, row in record.hyperparameters.items()}, record.step)
+
+    def end(self, ensemble: Ensemble, step: int) -> None:
+        """After the last step of a run that had no round in that time."""
+        if not self.found:
+            self._take(dict(ensemble.scales), step)
+
+    def _take(self, found: dict[str, float], step: int) -> None:
+        self.found, self.step = found, step
 
 
 class _Meter:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hdet.lab.errors import LabError
+from hdet.lab.errors import LabError, warnings_in_words
 from hdet.lab.options import RunOptions
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "recvValue failed")
+_SECONDS_TO_ANSWER = 20.0  # the first replica's store answers at once
 _SECONDS_FOR_THE_CULPRIT = 5.0  # a replica that merely lost the others lets the one that failed be seen first
 
 
@@ -53,8 +57,9 @@ def work(jobs: Sequence[Job]) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     join()
     try:
-        for job in jobs:
-            perform(job)
+        with warnings_in_words(_is_first()):
+            for job in jobs:
+                perform(job)
     except Exception as error:
         if any(text in str(error) for text in _LOST):
             time.sleep(_SECONDS_FOR_THE_CULPRIT)
@@ -75,12 +80,44 @@ def join() -> None:
     enough = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # NCCL wants a GPU for each replica
     if gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if not _is_first():
+        _require_store(where)
     try:
         dist.init_process_group("nccl" if gpus and enough else "gloo", timeout=timedelta(minutes=10))
     except dist.DistNetworkError as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).splitlines()[0]
         raise LabError(f"the replicas cannot meet at {where}; try another port ({reason})") from error
+
+
+def _require_store(where: str) -> None:
+    """Tell a port that another program holds. torch itself waits for such a program's answer without end."""
+    host, _, port = where.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_SECONDS_TO_ANSWER).close()
+    except (OSError, ValueError):
+        return  # nobody is there yet: torch waits, and says what is wrong with an address
+    answers: queue.Queue[str] = queue.Queue()
+
+    def ask() -> None:
+        timeout = timedelta(seconds=_SECONDS_TO_ANSWER)
+        try:
+            dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+            answers.put("")
+        except Exception as error:
+            answers.put(str(error).splitlines()[0])
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        reason = answers.get(timeout=_SECONDS_TO_ANSWER)
+    except queue.Empty:
+        reason = f"no answer in {_SECONDS_TO_ANSWER:.0f} s"
+    if reason:
+        raise LabError(f"the replicas cannot meet at {where}, which another program holds; try another port ({reason})")
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _end_with_parent() -> None:
@@ -94,12 +131,16 @@ def _end_with_parent() -> None:
 @record
 def run(argv: Sequence[str] | None = None) -> int:
     """Train with the arguments of `hdet train` as one of torchrun's processes."""
-    from hdet.lab.cli import worker_job  # noqa: PLC0415
+    from hdet.lab.cli import said, worker_job  # noqa: PLC0415
+    from hdet.lab.summary import summary  # noqa: PLC0415
 
     try:
-        work([worker_job(argv, int(os.environ.get("WORLD_SIZE", "1")))])
+        job = worker_job(argv, int(os.environ.get("WORLD_SIZE", "1")))
+        work([job])
+        if _is_first():
+            print(summary(job.options, Path(job.folder)), flush=True)
     except LabError as error:
-        print(f"hdet: error: {error}", file=sys.stderr, flush=True)
+        print(f"hdet: error: {said(error)}", file=sys.stderr, flush=True)
         return error.exit_code
     return 0
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from hdet.lab.tasks.task import Batch, Preset, Size, Task, load_package, to_device_of
+from hdet.lab.tasks.task import PROBED, Batch, Preset, Size, Task, load_package, to_device_of
 
 _CLASSES = 10
 _NOISE = 0.3  # of the pixels' range; without it the training loss is zero within a hundred steps and says nothing
@@ -35,7 +35,7 @@ class Digits(Task):
 
     def _prepare(self) -> None:
         if self.data is not None:
-            raise ValueError(f"data must be None: the digits task has images of its own, not {self.data!r}")
+            raise ValueError(f"data must be left out: the digits task has images of its own, not {self.data!r}")
         images, labels = _load()
         half = len(labels) // 2
         self._images, self._labels = images[:half], labels[:half]
@@ -58,14 +58,13 @@ class Digits(Task):
         return self._images[mine] + noise[part], self._labels[mine]
 
     def _draw(self, generator: torch.Generator, held_out: bool) -> Batch:
-        images, labels = self._held_out if held_out else (self._images, self._labels)
-        images, labels = (images[::2], labels[::2]) if held_out else (images, labels)
+        images, labels = (x[PROBED] for x in self._held_out) if held_out else (self._images, self._labels)
         chosen = torch.randperm(len(labels), generator=generator)[: self.global_batch]
         noise = 0.0 if held_out else _NOISE * torch.randn(self.global_batch, 1, 8, 8, generator=generator)
         return images[chosen] + noise, labels[chosen]
 
-    def _measure(self, model: nn.Module) -> dict[str, float]:
-        images, labels = to_device_of(model, self._held_out)
+    def _measure(self, model: nn.Module, part: slice) -> dict[str, float]:
+        images, labels = to_device_of(model, tuple(x[part] for x in self._held_out))
         logits = model(images)
         accuracy = (logits.argmax(1) == labels).float().mean().item()
         return {"loss": cross_entropy(logits, labels).item(), "accuracy": accuracy}

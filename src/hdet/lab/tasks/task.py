@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import importlib
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -16,6 +18,8 @@ Batch: TypeAlias = tuple[Tensor, ...]
 
 _MOST_REPLICAS = 16
 _FIRST_PROBE = 100_000  # more than the steps of any run
+PROBED, UNSEEN = slice(0, None, 2), slice(1, None, 2)
+"""The held-out samples that a held-out probe draws from, and those in between."""
 _SEED_STRIDE = 1_000_003  # more than the steps of any run, so that two seeds share no batch
 
 
@@ -123,19 +127,26 @@ class Task(abc.ABC):
 
         Args:
             index: which ones; no step of a run trains on the same draw.
-            held_out: take them from the held-out samples, every other one of them, instead of those to train on.
+            held_out: take them from every other held-out sample instead of those to train on. The samples in between
+                are never drawn: `evaluate(model, unseen=True)` is their loss.
         """
         return [self._draw(self._generator(_FIRST_PROBE + 4 * index + part), held_out) for part in range(4)]
 
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """The held-out loss as "loss", and the task's metrics. Sends nothing, so one replica may call it alone."""
+    def evaluate(self, model: nn.Module, unseen: bool = False) -> dict[str, float]:
+        """The held-out loss as "loss", and the task's metrics. Sends nothing, so one replica may call it alone.
+
+        Args:
+            model: the model, bare or wrapped; its modes are left as they were.
+            unseen: only the half of the held-out samples that no probe draws from. That is the honest loss of a run
+                with a held-out probe, and what a run without one has to be compared with it by.
+        """
         if isinstance(model, DistributedDataParallel):
             model = model.module  # DDP's forward would broadcast the buffers
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
             with torch.no_grad():
-                return self._measure(model)
+                return self._measure(model, UNSEEN if unseen else slice(None))
         finally:
             for module, training in modes:
                 module.training = training
@@ -161,8 +172,8 @@ class Task(abc.ABC):
         """A global batch of random samples."""
 
     @abc.abstractmethod
-    def _measure(self, model: nn.Module) -> dict[str, float]:
-        """What `evaluate` returns, of a model in evaluation mode."""
+    def _measure(self, model: nn.Module, part: slice) -> dict[str, float]:
+        """What `evaluate` returns, of a model in evaluation mode, on this part of the held-out samples."""
 
     def _generator(self, step: int) -> torch.Generator:
         """What global batch `step` is drawn from."""
@@ -179,6 +190,17 @@ def load_package(task: str, module: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise MissingDataError(task, error.name or module) from error
+
+
+@contextlib.contextmanager
+def readable(path: str) -> Iterator[None]:
+    """A user's file that cannot be read within it is a ValueError that names the file."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data must be a file of UTF-8 text, but {path} is not: {error.reason}") from error
+    except OSError as error:
+        raise ValueError(f"data must be a file that can be read; {path}: {error.strerror or error}") from error
 
 
 def to_device_of(model: nn.Module, batch: Batch) -> Batch:

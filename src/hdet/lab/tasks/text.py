@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hdet.lab.tasks.task import Batch, Preset, Size, Task, to_device_of
+from hdet.lab.tasks.task import PROBED, Batch, Preset, Size, Task, readable, to_device_of
 
 _BYTES = 256
 _CONTEXT, _WIDTH, _LAYERS, _HEADS = 64, 64, 3, 4
 _HELD_OUT_WINDOWS = {"smoke": 64, "standard": 512, "long": 512}
 _MOST_BYTES = 4_000_000
+_LEAST_BYTES = 20 * (_CONTEXT + 1)  # a tenth of it is two windows: one for a held-out probe, one that it never sees
 # Other packages, tests, and tables that a program wrote.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 
@@ -66,15 +67,16 @@ class Text(Task):
 
     def _draw(self, generator: torch.Generator, held_out: bool) -> Batch:
         if held_out:
-            windows = self._held_out[::2]
+            windows = self._held_out[PROBED]
             return (windows[torch.randperm(len(windows), generator=generator)[: self.global_batch]],)
         starts = torch.randint(len(self._text) - _CONTEXT, (self.global_batch,), generator=generator)
         return (_windows(self._text, starts),)
 
-    def _measure(self, model: nn.Module) -> dict[str, float]:
-        parts = torch.tensor_split(self._held_out, math.ceil(len(self._held_out) / 64))
-        losses = [self.loss(model, (part,)).item() * len(part) for part in parts]
-        loss = sum(losses) / len(self._held_out)
+    def _measure(self, model: nn.Module, part: slice) -> dict[str, float]:
+        windows = self._held_out[part]
+        chunks = torch.tensor_split(windows, math.ceil(len(windows) / 64))
+        losses = [self.loss(model, (chunk,)).item() * len(chunk) for chunk in chunks]
+        loss = sum(losses) / len(windows)
         return {"loss": loss, "bits_per_byte": loss / math.log(2)}
 
 
@@ -147,9 +149,10 @@ def _sources(root: Path) -> Iterator[Path]:
 
 @functools.cache
 def _own_file(path: str) -> tuple[Tensor, Tensor]:
-    text = _as_tensor(Path(path).read_bytes())
-    if len(text) < 20 * _CONTEXT:
-        raise ValueError(f"data must be a text of at least {20 * _CONTEXT} bytes; {path} has {len(text)}")
+    with readable(path):
+        text = _as_tensor(Path(path).read_bytes())
+    if len(text) < _LEAST_BYTES:
+        raise ValueError(f"data must be a text of at least {_LEAST_BYTES} bytes; {path} has {len(text)}")
     cut = len(text) * 9 // 10
     return text[:cut], text[cut:]
 

@@ -1,0 +1,40 @@
+"""What a run ends in: a table of its result, and its pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hdet.lab import pictures
+from hdet.lab.errors import LabError
+from hdet.lab.folder import read, reported
+from hdet.lab.options import RunOptions
+from hdet.lab.tables import number, table
+
+
+def summary(options: RunOptions, folder: Path) -> str:
+    """The table of the run in `folder`, which gets its pictures, and where everything is."""
+    result = read(folder / "result.json")
+    rows = [
+        [name, number(value) if name == "loss" or value is not None else "-"]  # a ranking without positives has no AUC
+        for name, value in reported(result).items()
+    ]
+    if result["held_out_probe"]:
+        rows.append(["loss with what the probe saw", number(result["held_out"]["loss"])])
+    rows += [["loss of the marginals", number(result["marginal_loss"])]]
+    rows += [["peak lr", f"{result['peak_lr']:.3g}"], ["steps", str(result["steps"])]]
+    rows += [[f"{name}: scale at step {result['scales_step']}", f"{x:.3g}"] for name, x in result["scales"].items()]
+    rows += [["seconds", f"{result['seconds']:.1f}"]]
+    drawn = draw({f"{options.task}, {options.controller}": folder}, folder)
+    header = "held out, unseen half" if result["held_out_probe"] else "held out, all samples"
+    return f"\n{table([header, ''], rows)}\n\n{drawn}\nEverything is in {folder}"
+
+
+def draw(runs: dict[str, Path], folder: Path) -> str:
+    """Draw the fan of the runs that fanned out and the losses of all; say where, or why not."""
+    try:
+        drawn = [pictures.losses(list(runs.items()), folder / "losses.png")]
+        fans = [path for path in runs.values() if (path / "rounds.jsonl").exists()]
+        drawn += [found for path in fans if (found := pictures.fan(path, folder / "fan.png"))]
+    except LabError as error:
+        return f"No pictures: {error}"
+    return f"Pictures: {', '.join(str(path) for path in drawn)}"
