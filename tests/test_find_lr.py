@@ -313,7 +313,7 @@ def test_a_loss_that_never_falls():
     with pytest.raises(hdet.FindLRError, match=r"never fell at learning rates from .* check that step_fn"):
         find(model, optimizer, step_fn=lambda index: (-loss_fn(model, batch(index))).backward())
     with pytest.raises(hdet.FindLRError, match="less than 1 %"):
-        find(model, optimizer, step_fn=lambda index: (1e-13 * loss_fn(model, batch(index))).backward())
+        find(model, optimizer, step_fn=lambda index: (1e-19 * loss_fn(model, batch(index))).backward())
     with pytest.raises(ValueError, match=r"step_fn must call backward"):
         find(model, optimizer, step_fn=lambda index: None)
     for bad in (math.nan, -1.0):

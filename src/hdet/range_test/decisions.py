@@ -37,7 +37,7 @@ class Coarse:
         return [(k % 80, math.exp(_COARSE * k)) for k in range(first, first + 160)]
 
     def over(self, curve: Curve, first: float) -> bool:
-        """Whether to stop: the loss is dead, or has fallen and, after 80 steps, the rate is 30 times that of the lowest."""
+        """Whether to stop: the loss is dead, or has fallen and, from step 80 on, the rate is 30 times the lowest's."""
         values = _certain(curve, first, self.width)
         if not values or is_dead(values, first):
             return bool(values)
