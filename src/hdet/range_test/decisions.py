@@ -26,12 +26,12 @@ class Coarse:
 
     def ramp(self, start: float) -> list[tuple[int, float]]:
         """(index, rate) of each step. The rates lie on a grid that does not depend on the start, and each has its own
-        index modulo 80: from whatever start, the ramp meets the same batches at the same rates, give or take a round.
+        index modulo 80: from whatever start, the ramp meets the same batches at the same rates, give or take rounding.
 
-        >>> [(index, f"{rate:.2g}") for index, rate in Coarse().ramp(1.0)[::79]]
+        >>> [(index, f"{rate:.2g}") for index, rate in Coarse().ramp(1.0)[:80:79]]
         [(40, '0.00092'), (39, '9.2e+02')]
-        >>> [(index, f"{rate:.2g}") for index, rate in Coarse().ramp(1.3)[::79]]
-        [(41, '0.0011'), (40, '1.1e+03')]
+        >>> [(index, f"{rate:.2g}") for index, rate in Coarse().ramp(1.3)[:80:79]]
+        [(42, '0.0013'), (41, '1.3e+03')]
         """
         first = round(math.log(1e-3 * start) / _COARSE)
         return [(k % 80, math.exp(_COARSE * k)) for k in range(first, first + 160)]
