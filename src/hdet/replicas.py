@@ -66,7 +66,7 @@ class Replicas:
         if self.size == 1:
             everyone.copy_(mine)
             return
-        dist.all_gather_into_tensor(everyone.view(torch.uint8), mine.view(torch.uint8), group=self._group())
+        _all_gather(everyone.view(torch.uint8), mine.view(torch.uint8), group=self._group())
 
     def close(self) -> None:
         """Give back the process group, if one was made. Not a collective."""
@@ -85,6 +85,8 @@ class Replicas:
         return self._own
 
 
+# The older name warns where there is the newer one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _here = threading.local()
 
 
