@@ -5,6 +5,7 @@ Read `hdet.ensemble` first: its `step()` is the protocol.
 
 from hdet.checkpoint.load import Checkpoint, load
 from hdet.checkpoint.save import save
+from hdet.checkpoint.sharded import replica_key
 from hdet.controllers import Auto, Controller, Fixed, LineSearch, Observation, Plan, Report, Slope, Softmax
 from hdet.ensemble import Ensemble
 from hdet.hyperparameters.hyperparameter import Hyperparameter
@@ -53,6 +54,7 @@ __all__ = [
     "learning_rate",
     "load",
     "momentum",
+    "replica_key",
     "save",
     "scalar",
     "warm_init",
