@@ -1,6 +1,8 @@
 """A small run with dropout that saves and resumes, for the tests of checkpoints: what a user's script would do."""
 
+import pathlib
 import random
+import time
 
 import numpy as np
 import torch
@@ -56,14 +58,16 @@ def bits(run):
 
 
 def finish(path, total_steps=24, every=None, **options):
-    """Begin or go on, saving every so many steps, to the end; what is left of it."""
+    """Begin or go on, saving every so many steps, to the end; where it began, what is left of it, and its seconds."""
     run = parts(total_steps=total_steps, **options)
     resumed = hdet.load(path, run)
     first = 0 if resumed is None else resumed.step
+    pathlib.Path(f"{path}.begun").touch()
+    began = time.perf_counter()
     for step in range(first, total_steps):
         train(run, [step])
         if every and (step + 1) % every == 0:
             hdet.save(path, run)
     left = bits(run)
     run["ensemble"].close()
-    return first, left
+    return first, left, time.perf_counter() - began

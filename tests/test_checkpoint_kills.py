@@ -1,10 +1,12 @@
 """kill -9 at any moment of a run and of a save: what is found afterwards is whole, and goes on bit for bit."""
 
 import os
+import pathlib
 import random
 import signal
 import time
 import warnings
+from functools import partial
 
 import pytest
 import runs
@@ -17,37 +19,40 @@ import hdet
 EVERY = 3  # rounds have 4 steps: of four checkpoints one is at a round's end
 
 
-def kill_and_resume(path, moments, seed, whole, seconds):
+def kill_and_resume(path, moments, seed):
     """Kill a run at random moments, each time a new one, and let it end; the steps that they went on from."""
-    draw = random.Random(seed)
+    run(runs.finish, 2, f"{path}/warm", 24, EVERY)
+    whole = run(runs.finish, 2, f"{path}/whole", 24, EVERY)
+    draw, seconds = random.Random(seed), whole[0][2]
     went_on = []
     for number in range(moments):
-        folder = f"{path}/{seed}-{number}"
-        moment = draw.uniform(0.2, 1.0) * seconds
-        run_and_kill(runs.finish, 2, folder, 24, EVERY, moment=lambda seconds=moment: time.sleep(seconds))
+        folder, moment = f"{path}/{number}", draw.uniform(0, seconds)
+        run_and_kill(runs.finish, 2, folder, 24, EVERY, moment=partial(wait_for, f"{folder}.begun", moment))
         results = run(runs.finish, 2, folder, 24, EVERY)
-        assert [left for _, left in results] == whole, f"kill {number} after {moment:.3f} s: not the same run"
+        same = [result[1] for result in results] == [result[1] for result in whole]
+        assert same, f"kill {number} after {moment:.3f} s, on from step {results[0][0]}: not the same run"
         went_on.append(results[0][0])
     return went_on
 
 
-def uninterrupted(path):
-    """What is left of a run that nothing happens to, and how long it takes."""
-    run(runs.finish, 2, f"{path}/warm", 24, EVERY)
-    began = time.perf_counter()
-    results = run(runs.finish, 2, f"{path}/whole", 24, EVERY)
-    return [left for _, left in results], time.perf_counter() - began
+def wait_for(path, seconds):
+    """Until there is such a file, and then so long."""
+    deadline = time.monotonic() + 60
+    while not os.path.exists(path):
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.002)
+    time.sleep(seconds)
 
 
 def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path):
-    went_on = kill_and_resume(tmp_path, 4, 0, *uninterrupted(tmp_path))
+    went_on = kill_and_resume(tmp_path, 4, 0)
     assert len(went_on) == 4
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_fifty_kills(tmp_path, capsys):
-    went_on = kill_and_resume(tmp_path, 50, 1, *uninterrupted(tmp_path))
+    went_on = kill_and_resume(tmp_path, 50, 1)
     with capsys.disabled():
         print(f"\n50 of 50 runs equal; went on from steps {sorted(went_on)}")
     assert len(set(went_on)) > 4
@@ -64,15 +69,7 @@ def save_without_end(path):
         nn.init.constant_(model.weight, step)
         nn.init.constant_(model.bias, step)
         hdet.save(path, {"model": model}, step=step, keep=2, own={"mine": torch.full((50_000,), float(step))})
-
-
-def wait_for(path, count):
-    def moment():
-        while not os.path.isdir(path) or sum(name.startswith("0") for name in os.listdir(path)) < count:
-            time.sleep(0.005)
-        time.sleep(random.uniform(0, 0.15))
-
-    return moment
+        pathlib.Path(f"{path}.begun").touch()
 
 
 def kill_saves(path, kills):
@@ -80,7 +77,8 @@ def kill_saves(path, kills):
     unfinished = 0
     for number in range(kills):
         folder = f"{path}/{number}"
-        run_and_kill(save_without_end, 2, folder, moment=wait_for(folder, 2))
+        moment = partial(wait_for, f"{folder}.begun", random.uniform(0, 0.15))
+        run_and_kill(save_without_end, 2, folder, moment=moment)
         unfinished += any(name.startswith(".") for name in os.listdir(folder))
         model = nn.Linear(300, 300)
         with warnings.catch_warnings(record=True) as caught:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import Auto, Ensemble, FoundRate, data_parallel, find_replicas
+from hdet import Auto, Ensemble, FoundRate, data_parallel, find_replicas, load, save
 from hdet.lab.finder import find
 from hdet.lab.folder import RunFolder, plain
 from hdet.lab.options import RunOptions
@@ -29,7 +29,8 @@ _LINES_PER_RUN = 200
 def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
     """Train once, collectively; the first replica writes `folder`. What is in result.json, on every replica.
 
-    The loss on the held-out data is that of the average of the replicas, and known to the first one only.
+    A run with checkpoints in `folder` goes on from the last one. The loss on the held-out data is that of the average
+    of the replicas, and known to the first one only.
     """
     replicas = find_replicas()
     first = replicas.rank == 0
@@ -50,8 +51,12 @@ def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
     steps = charged_steps(options, task, found) if options.charge else task.steps
     schedule = OneCycleLR(optimizer, max_lr=peak_lr, total_steps=steps)
     ensemble = make_ensemble(options, task, steps, model, optimizer, smoothing, files)
+    run = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    run |= {} if ensemble is None else {"ensemble": ensemble}
+    checkpoints = Path(folder) / "checkpoints"
+    first_step = _resume(checkpoints, run, files) if options.checkpoint_every else 0
     meter = _Meter(options, steps, schedule, ensemble, files)
-    for step in range(steps):
+    for step in range(first_step, steps):
         batch = task.batch(task.steps - steps + step, replicas.rank, replicas.size)  # what was charged is not seen
         loss = task.loss(model, batch, smoothing.value)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -61,6 +66,8 @@ def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
         if ensemble is not None:
             ensemble.step(loss)  # the last one averages the replicas
         meter.step(step + 1, loss)
+        if options.checkpoint_every and (step + 1) % options.checkpoint_every == 0:
+            save(checkpoints, run, step=step + 1)
     seconds = time.perf_counter() - started
     meter.close()
     scales = {} if ensemble is None else ensemble.scales
@@ -73,6 +80,17 @@ def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
     if files is not None:
         files.write("result.json", result)
     return result
+
+
+def _resume(checkpoints: Path, run: dict[str, Any], files: RunFolder | None) -> int:
+    """Go on from the last checkpoint, if there is one; the step to begin with."""
+    resumed = load(checkpoints, run)
+    if resumed is None:
+        return 0
+    if files is not None:
+        for name in ("losses.jsonl", "rounds.jsonl"):
+            files.rewind(name, resumed.step)
+    return resumed.step
 
 
 def _find(options: RunOptions, task: Task, model: nn.Module, optimizer: Optimizer) -> FoundRate | None:
