@@ -12,15 +12,15 @@ from torch import nn
 import hdet
 
 
-def parts(interval=4, total_steps=24, wide=8, **options):
+def parts(interval=4, total_steps=24, spread=0.3, **options):
     """The entries of a run: a model with dropout and BatchNorm, its optimizer, a schedule, and an ensemble."""
     torch.manual_seed(0)
-    layers = [nn.Linear(6, wide), nn.BatchNorm1d(wide), nn.Tanh(), nn.Dropout(0.3), nn.Linear(wide, 2)]
+    layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 2)]
     model = hdet.data_parallel(nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
     ensemble = hdet.Ensemble(
-        optimizer, [hdet.learning_rate(optimizer, spread=0.3)], total_steps=total_steps, interval=interval,
+        optimizer, [hdet.learning_rate(optimizer, spread=spread)], total_steps=total_steps, interval=interval,
         controller=hdet.Softmax(temperature=0.05), model=model, **options,
     )  # fmt: skip
     rank = hdet.find_replicas().rank

@@ -9,11 +9,12 @@ import pytest
 import runs
 import torch
 import torch.distributed as dist
+from cases import OPTIMIZERS, SCHEDULERS, Net, batch
 from processes import run
 from torch import nn
 
 import hdet
-from hdet.checkpoint import folder
+from hdet.checkpoint import folder, random_state
 
 
 def names(path):
@@ -52,12 +53,14 @@ def save_and_resume(path, stop, options):
         (0, {}),
         (6, {"rollback": hdet.Rollback(window=8)}),
         (6, {"gradients": "local"}),
+        (6, {"spread": 0.0, "outer_step": 0.5, "rollback": hdet.Rollback(window=8)}),  # the same weights, other losses
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, stop, options):
-    assert run(save_and_resume, 2, str(tmp_path), stop, options) == [stop % 4 > 0] * 2
+    differ = stop % 4 > 0 and options.get("spread") != 0
+    assert run(save_and_resume, 2, str(tmp_path), stop, options) == [differ] * 2
     files = names(tmp_path / f"000001-step-{stop}")
-    assert files == ["checkpoint.json", "replica-0.pt", "replica-1.pt"] + ["shared.pt"] * (stop % 4 == 0)
+    assert files == ["checkpoint.json", "replica-0.pt", "replica-1.pt"] + ["shared.pt"] * (not differ)
 
 
 def drop_in(path):
@@ -139,6 +142,119 @@ def test_optimizer_state_of_another_precision_keeps_it(tmp_path):
     assert torch.equal(optimizer.state[weight]["momentum_buffer"], torch.full((3,), 1 / 3))
 
 
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_every_scheduler_comes_back(tmp_path, scheduler):
+    if SCHEDULERS[scheduler] is None:
+        return
+    steps = {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)}
+    steps["scheduler"] = SCHEDULERS[scheduler](steps["optimizer"])
+    take_steps(steps, 3)
+    hdet.save(tmp_path, steps, step=3)
+    take_steps(steps, 3)
+    again = {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)}
+    again["scheduler"] = SCHEDULERS[scheduler](again["optimizer"])
+    hdet.load(tmp_path, again)
+    take_steps(again, 3)
+    assert again["optimizer"].param_groups[0]["lr"] == steps["optimizer"].param_groups[0]["lr"]
+
+
+def take_steps(parts, count):
+    for _ in range(count):
+        parts["optimizer"].step()
+        plateau = isinstance(parts["scheduler"], torch.optim.lr_scheduler.ReduceLROnPlateau)
+        parts["scheduler"].step(*[1.0] * plateau)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_comes_back(tmp_path, optimizer):
+    def make():
+        torch.manual_seed(0)
+        model = Net()
+        return {"model": model, "optimizer": OPTIMIZERS[optimizer](model)}
+
+    def train(parts, steps):
+        for step in steps:
+            x, y = batch(0, step)
+            nn.functional.mse_loss(parts["model"](x), y).backward()
+            for one in parts["optimizer"]:
+                one.step()
+                one.zero_grad()
+        return [t.clone() for t in parts["model"].state_dict().values()]
+
+    whole, again = make(), make()
+    train(whole, range(3))
+    hdet.save(tmp_path, whole, step=3)
+    last = train(whole, range(3, 6))
+    hdet.load(tmp_path, again)
+    assert all(torch.equal(a, b) for a, b in zip(last, train(again, range(3, 6)), strict=True))
+
+
+def explored_in_the_model(path, stop):
+    def make():
+        torch.manual_seed(0)
+        model = Net()
+        del model.heat
+        model.register_buffer("heat", torch.tensor(2.0))
+        model = hdet.data_parallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        heat = hdet.attribute(model.module, "heat", spread=0.3, bounds=(0.1, 10))
+        ensemble = hdet.Ensemble(optimizer, [heat], interval=3, total_steps=9, gradients="local", model=model)
+        return {"model": model, "optimizer": optimizer, "ensemble": ensemble}
+
+    def train(parts, steps):
+        for step in steps:
+            x, y = batch(dist.get_rank(), step)
+            loss = nn.functional.mse_loss(parts["model"](x), y)
+            loss.backward()
+            parts["optimizer"].step()
+            parts["optimizer"].zero_grad()
+            parts["ensemble"].step(loss)
+        return [t.clone() for t in parts["model"].module.state_dict().values()]
+
+    whole, again = make(), make()
+    train(whole, range(stop))
+    hdet.save(path, whole)
+    heat = whole["model"].module.heat.item()
+    last = train(whole, range(stop, 8))
+    hdet.load(path, again)
+    assert again["model"].module.heat.item() == heat
+    same = all(torch.equal(a, b) for a, b in zip(last, train(again, range(stop, 8)), strict=True))
+    for parts in (whole, again):
+        parts["ensemble"].finish()
+    return same, heat
+
+
+@pytest.mark.parametrize("stop", [3, 4])
+def test_what_is_explored_in_the_model_is_each_replicas_own(tmp_path, stop):
+    (first, heat), (second, other) = run(explored_in_the_model, 2, str(tmp_path), stop)
+    assert heat != other
+    assert first
+    assert second
+
+
+def test_the_gpus_generators_come_back_where_the_replica_trains(monkeypatch):
+    states = {0: torch.tensor([1]), 1: torch.tensor([2])}
+    gpus = {"now": 1}
+    cuda = {
+        "is_initialized": lambda: True,
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "current_device": lambda: gpus["now"],
+        "get_rng_state_all": lambda: list(states.values()),
+        "set_rng_state_all": lambda found: states.update(enumerate(found)),
+        "set_rng_state": lambda found: states.update({gpus["now"]: found}),
+    }
+    for name, function in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    saved = random_state.take()
+    states.update({0: torch.tensor([0]), 1: torch.tensor([0])})
+    random_state.put(saved)
+    assert [s.item() for s in states.values()] == [1, 2]
+    gpus["now"] = 0  # started again, with another local rank
+    random_state.put(saved)
+    assert [s.item() for s in states.values()] == [2, 2]
+
+
 # What is kept, what is taken
 
 
@@ -186,6 +302,8 @@ def test_a_flipped_bit_is_seen_and_the_checkpoint_before_is_taken(tmp_path, file
     ):
         hdet.load(tmp_path, {"model": model})
     assert model.weight[0, 0] == 2
+    with pytest.warns(UserWarning, match="cannot"), pytest.raises(RuntimeError, match="not one of 1"):
+        hdet.load(tmp_path / "000001-step-1", {"model": model})  # not a fresh start
     # what is damaged does not push out what is whole
     hdet.save(tmp_path, {"model": linear(4)}, step=4, keep=1)
     assert hdet.load(tmp_path, {"model": model}).step == 4

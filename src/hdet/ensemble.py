@@ -313,6 +313,11 @@ class Ensemble:
         return begun and not at.finished and self._rounds.diverges
 
     @property
+    def progress(self) -> dict[str, int | bool]:
+        """Where the run is: optimizer steps taken, rounds ended, steps of this round, and the like."""
+        return self._rounds.state_dict()
+
+    @property
     def scales(self) -> dict[str, float]:
         """The factor on each hyperparameter's schedule, by name: center = base * scale."""
         scales = self._steering.scales

@@ -128,7 +128,10 @@ def put_back(undo: Sequence[tuple[Any, Any]]) -> None:
 
 
 def put_tensors(entries: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Copy into modules, optimizers and tensors, which `check()` has passed."""
+    """Copy into modules, optimizers and tensors, which `check()` has passed.
+
+    Then ensembles once more: of what they explore in modules, each replica's own value has to be written there.
+    """
     for name, entry in entries.items():
         kind, state = kind_of(entry), saved[name]["state"]
         if kind == "module":
@@ -138,6 +141,9 @@ def put_tensors(entries: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         elif kind == "tensor":
             with torch.no_grad():
                 entry.copy_(state)
+    for name, entry in entries.items():
+        if ensemble_of(entry) is not None:
+            entry.load_state_dict(saved[name]["state"])
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
@@ -153,7 +159,7 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
 
 def _problems(entry: Any, saved: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
     kind, state = kind_of(entry), saved["state"]
-    if kind != saved["kind"] and not (kind == "value" or saved["kind"] == "value"):
+    if kind != saved["kind"]:
         return [f"a {saved['kind']} was saved, this is a {kind}"]
     if kind == "module":
         return _module_problems(entry, state)
@@ -161,9 +167,7 @@ def _problems(entry: Any, saved: Mapping[str, Any], names: Mapping[int, str]) ->
         return [f"a {saved['class']} was saved, this is a {type(entry).__name__}"]
     if kind == "optimizer":
         return _optimizer_problems(entry, saved, names)
-    if kind == "tensor":
-        return _tensor_problems("it", entry, state)
-    return [] if kind == saved["kind"] else [f"a {saved['kind']} was saved, this is a {kind}"]
+    return _tensor_problems("it", entry, state) if kind == "tensor" else []
 
 
 def _module_problems(module: nn.Module, state: Mapping[str, Any]) -> list[str]:

@@ -60,7 +60,7 @@ def own_file(replica: int) -> str:
 
 def candidates(path: Path) -> list[Path]:
     """The checkpoints in `path`, newest first; `path` alone if it is one itself."""
-    if (path / _MANIFEST).exists():
+    if path.is_dir() and (_NAME.fullmatch(path.name) or (path / _MANIFEST).exists()):
         return [path]
     found = {int(match[1]): path / match[0] for match in map(_NAME.fullmatch, _names(path)) if match}
     return [found[number] for number in sorted(found, reverse=True)]

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from hdet.checkpoint import entries as contents
 from hdet.checkpoint import folder, random_state
+from hdet.checkpoint.ensemble_state import with_losses, without_replica
 from hdet.checkpoint.exchange import exchange, together
-from hdet.checkpoint.mean import mean, without_replica
+from hdet.checkpoint.mean import mean
 from hdet.replicas import Replicas, collective_device, find_replicas
 from hdet.restore import Generators
 
@@ -103,12 +104,12 @@ class _Reader:
 
     def load(self) -> Checkpoint | None:
         failed = f"no checkpoint was loaded from {self._path}"
-        listed = together(self._replicas, self._device, failed, lambda: list(map(str, folder.candidates(self._path))))
+        listed = together(self._replicas, self._device, failed, self._list)
         wrong: list[str] = []
         for name in listed[0]:
-            manifest, content, problems = self._read(Path(name))
+            manifest, content, problems = self._read(self._path / name)
             if content is not None:
-                return self._take(Path(name), manifest, content)
+                return self._take(self._path / name, manifest, content)
             wrong += problems
             self._say(f"a checkpoint cannot be verified, so the one before is taken: {'; '.join(problems)}")
         if wrong:
@@ -117,6 +118,9 @@ class _Reader:
         if unseen:
             raise RuntimeError(f"{failed}: replica {unseen[0]} sees checkpoints there, replica 0 does not")
         return None
+
+    def _list(self) -> list[str]:
+        return [str(found.relative_to(self._path)) for found in folder.candidates(self._path)]
 
     def _read(self, path: Path) -> tuple[Any, _Content | None, list[str]]:
         """What is in a checkpoint, if every replica can verify its part of it; else what is wrong."""
@@ -137,7 +141,7 @@ class _Reader:
         mine = folder.read(path, folder.own_file(self._replicas.rank if same else 0), manifest)
         if not manifest.mid_round:
             shared = folder.read(path, folder.SHARED, manifest)["entries"]
-            entries = {**shared, **mine["entries"]} if same else self._rank_free(shared)
+            entries = {**shared, **_with_losses(shared, mine["losses"])} if same else self._rank_free(shared)
         elif same:
             entries = mine["entries"]
         else:
@@ -190,3 +194,7 @@ class _Reader:
             f"{path} was saved by {manifest.replicas} replicas and is loaded by {self._replicas.size}: slots are dealt "
             f"anew, {mean if manifest.mid_round else ''}{own}random numbers start anew"
         )
+
+
+def _with_losses(entries: Mapping[str, Any], losses: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: with_losses(entries[name], of_round) for name, of_round in losses.items()}

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet.ensemble import Ensemble
-
 _COUNTER = "step"  # of an optimizer: never averaged
 
 
@@ -36,14 +34,6 @@ def mean(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             holder = holder[key]
         holder[place[-1]] = (sums[place] / count).to(tensor.dtype)
     return total
-
-
-def without_replica(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What was saved of an ensemble, or of a scheduler that has one, for any replica to go on from."""
-    state = dict(entry["state"])
-    inner = state.get("ensemble")
-    state = Ensemble.averaged_state(state) if inner is None else {**state, "ensemble": Ensemble.averaged_state(inner)}
-    return {**entry, "state": state}
 
 
 def _places(state: Mapping[str, Any]) -> Iterable[tuple[tuple[Any, ...], Tensor]]:

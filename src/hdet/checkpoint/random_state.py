@@ -20,8 +20,8 @@ def take() -> dict[str, Any]:
         state["cuda"] = torch.cuda.get_rng_state_all()
         state["device"] = torch.cuda.current_device()
     numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state(legacy=True)
+    if numpy is not None and isinstance(numpy.random.get_state(), tuple):  # not if it was replaced by another kind
+        kind, keys, *rest = numpy.random.get_state()
         state["numpy"] = [kind, torch.tensor(keys.tolist()), *rest]
     return state
 

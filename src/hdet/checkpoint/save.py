@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hdet.arguments import check_count
 from hdet.checkpoint import entries as contents
 from hdet.checkpoint import folder, random_state
+from hdet.checkpoint.ensemble_state import losses_of
 from hdet.checkpoint.exchange import together
 from hdet.ensemble import Ensemble
 from hdet.replicas import Replicas, collective_device, find_replicas
@@ -122,24 +123,30 @@ class _Writer:
         if step is None:
             if self._ensemble is None:
                 raise ValueError("step must be given where there is no ensemble to count the steps; write step=step")
-            step = self._ensemble.state_dict()["progress"]["step"]
+            step = self._ensemble.progress["step"]
         check_count("step", step, least=0)
         self._step = step
         names = contents.names_of(self._found)
         with nullcontext() if self._ensemble is None else self._ensemble.saving():
             own = {name: contents.take(name, entry, names) for name, entry in self._own.items()}
-            state: dict[str, Any] = {"entries": {}, "own": own, "random": random_state.take()}
-            shared: dict[str, Any] = {}
-            for name, entry in self._found.items():
-                if self._mid_round or (self._replicas.size > 1 and _is_under_way(entry)):
-                    state["entries"][name] = contents.take(name, entry, names)
-                if not self._mid_round and self._replicas.rank == 0:
-                    shared[name] = contents.take(name, entry, names)
+            taken = {}
+            if self._mid_round or self._replicas.rank == 0:
+                taken = {name: contents.take(name, entry, names) for name, entry in self._found.items()}
+            state = {"own": own, "random": random_state.take(), "losses": self._losses()}
+        if self._mid_round:
+            state["entries"] = taken
+        elif self._replicas.rank == 0:
+            self._files[folder.SHARED] = {"entries": taken}
         self._files[folder.own_file(self._replicas.rank)] = state
-        if shared or (self._replicas.rank == 0 and not self._mid_round):
-            self._files[folder.SHARED] = {"entries": shared}
         kinds = {name: contents.kind_of(entry) for name, entry in self._found.items()}
         return {"the step": step, "being in mid-round": self._mid_round, "the entries": kinds, "own": sorted(self._own)}
+
+    def _losses(self) -> dict[str, Any]:
+        """By entry, the losses of a round that is under way while all replicas hold the same weights."""
+        ensembles = {name: contents.ensemble_of(entry) for name, entry in self._found.items()}
+        if self._mid_round or self._ensemble is None or not self._ensemble.progress["step_in_round"]:
+            return {}
+        return {name: losses_of(ensemble) for name, ensemble in ensembles.items() if ensemble is not None}
 
     def _write_files(self, temporary: Path) -> dict[str, tuple[int, str]]:
         if not temporary.is_dir():
@@ -148,12 +155,6 @@ class _Writer:
 
     def _together(self, work: Any) -> list[Any]:
         return together(self._replicas, self._device, self._failed, work)
-
-
-def _is_under_way(entry: Any) -> bool:
-    """Whether an ensemble has begun a round: it holds this replica's losses, though all may hold the same weights."""
-    ensemble = contents.ensemble_of(entry)
-    return ensemble is not None and ensemble.state_dict()["progress"]["step_in_round"] > 0
 
 
 def _prune(path: Path, keep: int) -> None:
@@ -165,9 +166,9 @@ def _prune(path: Path, keep: int) -> None:
 
 @contextmanager
 def _replicas_of(ensemble: Ensemble | None, process_group: dist.ProcessGroup | None) -> Iterator[Replicas]:
-    """The ensemble's replicas with its process group, or replicas of our own, closed afterwards."""
-    own = ensemble is None or process_group is not None
-    replicas = find_replicas(process_group) if ensemble is None or own else ensemble.replicas
+    """The ensemble's replicas with its process group, or others, closed afterwards."""
+    others = ensemble is None or process_group is not None
+    replicas = find_replicas(process_group) if others else ensemble.replicas  # type: ignore[union-attr]
     try:
         yield replicas
     finally:
