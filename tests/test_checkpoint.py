@@ -97,6 +97,39 @@ def test_the_drop_in_scheduler_is_saved_with_its_ensemble(tmp_path):
     assert run(drop_in, 2, str(tmp_path)) == [True, True]
 
 
+def two_runs(path):
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = groups[rank // 2]
+
+    def make():
+        torch.manual_seed(rank // 2)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 2), process_group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        explored = [hdet.learning_rate(optimizer, spread=0.3)]
+        ensemble = hdet.Ensemble(optimizer, explored, interval=4, total_steps=8, process_group=group)
+        return {"model": model, "optimizer": optimizer, "ensemble": ensemble}
+
+    parts, again = make(), make()
+    for _ in range(2):
+        loss = parts["model"](torch.ones(1, 6)).sum()
+        loss.backward()
+        parts["optimizer"].step()
+        parts["ensemble"].step(loss)
+    hdet.save(f"{path}/{rank // 2}", parts)
+    loaded = hdet.load(f"{path}/{rank // 2}", again)
+    assert torch.equal(parts["model"].module.weight, again["model"].module.weight)
+    for one in (parts, again):
+        one["ensemble"].finish()
+    return loaded.replicas, loaded.exact, parts["model"].module.weight[0, 0].item()
+
+
+def test_the_ensembles_replicas_save_and_load_together(tmp_path):
+    results = run(two_runs, 4, str(tmp_path))
+    assert [result[:2] for result in results] == [(2, True)] * 4
+    assert results[0][2] != results[2][2]
+
+
 class Position:
     """A user's object, this replica's own."""
 

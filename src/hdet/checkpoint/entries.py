@@ -47,6 +47,11 @@ def ensemble_of(entry: Any) -> Ensemble | None:
     return inner if isinstance(inner, Ensemble) else None
 
 
+def find_ensemble(entries: Mapping[str, Any]) -> Ensemble | None:
+    """The ensemble among the entries."""
+    return next(filter(None, map(ensemble_of, entries.values())), None)
+
+
 def tensors_of(entries: Mapping[str, Any]) -> list[Tensor]:
     """Tensors that lie where the model does."""
     modules = [t for entry in entries.values() if isinstance(entry, nn.Module) for t in entry.parameters()]

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from hdet.replicas import Replicas
+from hdet.ensemble import Ensemble
+from hdet.replicas import Replicas, find_replicas
 
 _MOST_CHARACTERS = 2000  # of an error that is sent
+
+
+@contextmanager
+def replicas_of(ensemble: Ensemble | None, process_group: dist.ProcessGroup | None) -> Iterator[Replicas]:
+    """Who saves and loads together: by default the ensemble's replicas, or all ranks."""
+    replicas = None if process_group is not None or ensemble is None else ensemble.replicas
+    replicas = replicas or find_replicas(process_group)
+    try:
+        yield replicas
+    finally:
+        if ensemble is None or ensemble.replicas is not replicas:  # before the first step it has none to keep
+            replicas.close()
 
 
 def exchange(replicas: Replicas, message: Any, device: torch.device) -> list[Any]:

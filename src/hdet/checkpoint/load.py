@@ -16,9 +16,9 @@ import torch.distributed as dist
 from hdet.checkpoint import entries as contents
 from hdet.checkpoint import folder, random_state
 from hdet.checkpoint.ensemble_state import with_losses, without_replica
-from hdet.checkpoint.exchange import exchange, together
+from hdet.checkpoint.exchange import exchange, replicas_of, together
 from hdet.checkpoint.mean import mean
-from hdet.replicas import Replicas, collective_device, find_replicas
+from hdet.replicas import Replicas, collective_device
 from hdet.restore import Generators
 
 
@@ -66,7 +66,7 @@ def load(
         path: what was given to `save()`; or one checkpoint in it, to take that one and no other.
         entries: as in `save()`. Objects and tensors are loaded into; plain values come back in `Checkpoint.values`.
         own: as in `save()`; left as it is on another number of replicas.
-        process_group: the replicas; by default all ranks.
+        process_group: the replicas; by default the ensemble's, or all ranks.
 
     Returns:
         What was loaded; None if there is no checkpoint, so that a script can begin and go on with the same call.
@@ -76,13 +76,14 @@ def load(
         RuntimeError: if there are checkpoints, and not one that can be verified. Both are the same on every replica.
     """
     found, mine = contents.flatten("entries", entries), contents.flatten("own", own or {})
-    replicas = find_replicas(process_group)
-    ensemble = next(filter(None, map(contents.ensemble_of, found.values())), None)
-    try:
-        with nullcontext() if ensemble is None else ensemble.saving():
-            return _Reader(replicas, Path(path), found, mine).load()
-    finally:
-        replicas.close()
+    ensemble = contents.find_ensemble(found)
+    notices: list[str] = []
+    with replicas_of(ensemble, process_group) as replicas, nullcontext() if ensemble is None else ensemble.saving():
+        try:
+            return _Reader(replicas, Path(path), found, mine, notices).load()
+        finally:
+            for notice in notices:
+                warnings.warn(notice, stacklevel=2)
 
 
 @dataclass
@@ -97,10 +98,11 @@ class _Content:
 class _Reader:
     """One replica's part in loading."""
 
-    def __init__(self, replicas: Replicas, path: Path, found: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        self._replicas, self._path, self._found, self._own = replicas, path, found, own
+    def __init__(
+        self, replicas: Replicas, path: Path, found: Mapping[str, Any], own: Mapping[str, Any], notices: list[str]
+    ) -> None:
+        self._replicas, self._path, self._found, self._own, self._notices = replicas, path, found, own, notices
         self._device: torch.device = collective_device(contents.tensors_of(found))
-        self._notices: list[str] = []
 
     def load(self) -> Checkpoint | None:
         failed = f"no checkpoint was loaded from {self._path}"
@@ -111,12 +113,15 @@ class _Reader:
             if content is not None:
                 return self._take(self._path / name, manifest, content)
             wrong += problems
-            self._say(f"a checkpoint cannot be verified, so the one before is taken: {'; '.join(problems)}")
+            self._notices.append(f"a checkpoint cannot be verified, so the one before is taken: {'; '.join(problems)}")
         if wrong:
             raise RuntimeError(f"{failed}: not one of {len(listed[0])} can be verified: {'; '.join(wrong)}")
-        unseen = [replica for replica, names in enumerate(listed) if names]
-        if unseen:
-            raise RuntimeError(f"{failed}: replica {unseen[0]} sees checkpoints there, replica 0 does not")
+        seeing = [replica for replica, names in enumerate(listed) if names]
+        if seeing:
+            raise RuntimeError(
+                f"{failed}: replica {seeing[0]} sees checkpoints there, replica 0 does not; path must be on a file "
+                "system that all replicas share"
+            )
         return None
 
     def _list(self) -> list[str]:
@@ -178,14 +183,10 @@ class _Reader:
             raise
         contents.put_tensors(found, saved)
         if not exact:
-            self._say(self._notice(path, manifest))
+            self._notices.append(self._notice(path, manifest))
         values = {name: entry["state"] for name, entry in saved.items() if entry["kind"] == "value"}
         notices = tuple(self._notices)
         return Checkpoint(path, manifest.step, manifest.replicas, manifest.mid_round, exact, values, notices)
-
-    def _say(self, notice: str) -> None:
-        self._notices.append(notice)
-        warnings.warn(notice, stacklevel=6)
 
     def _notice(self, path: Path, manifest: folder.Manifest) -> str:
         mean = "all of them begin with the mean of the saved ones, and the rest of the round is not judged; "

@@ -12,7 +12,7 @@ _COUNTER = "step"  # of an optimizer: never averaged
 
 
 def mean(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean of all entries that replicas differ in: floating-point tensors of modules and optimizers.
+    """The mean of what replicas differ in: floating-point tensors, those of modules and those of optimizers.
 
     The rest is the first replica's. Read one after another: memory for two of them in double precision.
     """
@@ -49,6 +49,8 @@ def _places(state: Mapping[str, Any]) -> Iterable[tuple[tuple[Any, ...], Tensor]
                 for key, value in of_one.items()
                 if key != _COUNTER
             }
+        elif entry["kind"] == "tensor":
+            found = {(name, "state"): entry["state"]}
         else:
             continue
         for place, value in found.items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from hdet.arguments import check_count
 from hdet.checkpoint import entries as contents
 from hdet.checkpoint import folder, random_state
 from hdet.checkpoint.ensemble_state import losses_of
-from hdet.checkpoint.exchange import together
+from hdet.checkpoint.exchange import replicas_of, together
 from hdet.ensemble import Ensemble
-from hdet.replicas import Replicas, collective_device, find_replicas
+from hdet.replicas import Replicas, collective_device
 
 
 def save(
@@ -57,9 +57,9 @@ def save(
             as they are.
     """
     found, mine = contents.flatten("entries", entries), contents.flatten("own", own or {})
-    ensemble = next(filter(None, map(contents.ensemble_of, found.values())), None)
+    ensemble = contents.find_ensemble(found)
     device = collective_device(contents.tensors_of(found))
-    with _replicas_of(ensemble, process_group) as replicas:
+    with replicas_of(ensemble, process_group) as replicas:
         writer = _Writer(replicas, device, Path(path), found, mine, ensemble)
         writer.check(step, keep)
         return writer.write(keep)
@@ -162,15 +162,3 @@ def _prune(path: Path, keep: int) -> None:
         folder.prune(path, keep)
     except OSError as error:  # the new one is safe
         warnings.warn(f"old checkpoints in {path} could not be removed: {error}", stacklevel=4)
-
-
-@contextmanager
-def _replicas_of(ensemble: Ensemble | None, process_group: dist.ProcessGroup | None) -> Iterator[Replicas]:
-    """The ensemble's replicas with its process group, or others, closed afterwards."""
-    others = ensemble is None or process_group is not None
-    replicas = find_replicas(process_group) if others else ensemble.replicas  # type: ignore[union-attr]
-    try:
-        yield replicas
-    finally:
-        if ensemble is None or ensemble.replicas is not replicas:  # before the first step it has none to keep
-            replicas.close()
