@@ -22,7 +22,7 @@ pytest: $(INSTALLED)
 	$(BIN)/python -m pytest
 
 soak: $(INSTALLED)
-	$(BIN)/python -m pytest -m soak
+	$(BIN)/python -m pytest -m soak --timeout 3600
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/overhead.py --write

@@ -51,7 +51,6 @@ def bits(run):
     state = run["optimizer"].state_dict()["state"]
     tensors += [v.numpy().tobytes() for entry in state.values() for v in entry.values()]
     ensemble = run["ensemble"].state_dict()
-    ensemble.get("judge", {}).pop("start", None)
     plain = [str(ensemble), str(run["scheduler"].state_dict()), str(run["optimizer"].param_groups[0]["lr"])]
     generators = [torch.get_rng_state().numpy().tobytes(), str(random.getstate()), str(np.random.get_state())]
     return [*tensors, *plain, *generators]

@@ -167,7 +167,6 @@ def test_forged_checkpoints_do_not_crash(tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("forged", [False, True])
 def test_a_thousand_changed_checkpoints(tmp_path, capsys, forged):
     (counts,) = run(fuzz, 1, str(tmp_path), 1000, 2, forged, timeout=3000)

@@ -50,7 +50,6 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
 def test_fifty_kills(tmp_path, capsys):
     went_on = kill_and_resume(tmp_path, 50, 1)
     with capsys.disabled():
@@ -95,7 +94,6 @@ def test_a_kill_in_a_save_leaves_a_verified_state(tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
 def test_a_hundred_kills_in_saves(tmp_path, capsys):
     unfinished = kill_saves(tmp_path, 100)
     with capsys.disabled():
