@@ -66,7 +66,9 @@ class Replicas:
         if self.size == 1:
             everyone.copy_(mine)
             return
-        _all_gather(everyone.view(torch.uint8), mine.view(torch.uint8), group=self._group())
+        # The older name warns where there is the newer one.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(everyone.view(torch.uint8), mine.view(torch.uint8), group=self._group())
 
     def close(self) -> None:
         """Give back the process group, if one was made. Not a collective."""
@@ -93,8 +95,6 @@ class Replicas:
 # Groups of our own, by the group that they are made of. If one were destroyed, torch would give its name to the next
 # one of the same ranks, which would then wait for the addresses that it finds under that name.
 _idle: dict[dist.ProcessGroup, list[dist.ProcessGroup]] = {}
-# The older name warns where there is the newer one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _here = threading.local()
 
 
