@@ -45,8 +45,9 @@ def go_on(path, steps, options, last=24):
     return loaded, said, (tensors, moments, scale, step), dealt, drawn, weights, records
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [(4, 2), (2, 4), (2, 1)])
-@pytest.mark.parametrize("steps", [8, 10])
+@pytest.mark.parametrize(
+    ("saved", "resumed", "steps"), [(4, 2, 8), (2, 4, 8), (4, 2, 10), (2, 4, 10), (2, 1, 10)]
+)  # 8 is a round's end
 def test_another_number_of_replicas_goes_on(tmp_path, saved, resumed, steps):
     before = run(save, saved, str(tmp_path), steps, {})
     after = run(go_on, resumed, str(tmp_path), steps, {})
