@@ -47,6 +47,8 @@ class RunFolder:
 
     def rewind(self, name: str, step: int) -> None:
         """Leave out the lines that were written after `step`, of a file of lines that have one."""
+        if not (self.path / name).exists():
+            return
         with _clearly(self.path / name):
             kept = [line for line in read_lines(self.path / name) if line["step"] <= step]
             unfinished = self.path / f"{name}.part"

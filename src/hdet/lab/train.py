@@ -85,12 +85,11 @@ def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
 def _resume(checkpoints: Path, run: dict[str, Any], files: RunFolder | None) -> int:
     """Go on from the last checkpoint, if there is one; the step to begin with."""
     resumed = load(checkpoints, run)
-    if resumed is None:
-        return 0
+    step = 0 if resumed is None else resumed.step
     if files is not None:
         for name in ("losses.jsonl", "rounds.jsonl"):
-            files.rewind(name, resumed.step)
-    return resumed.step
+            files.rewind(name, step)
+    return step
 
 
 def _find(options: RunOptions, task: Task, model: nn.Module, optimizer: Optimizer) -> FoundRate | None:
