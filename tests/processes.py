@@ -30,15 +30,7 @@ class ReplicaError(AssertionError):
 def run(function, size, *args, timeout=120, initialise=True):
     """`function(*args)` on `size` replicas; the list of their results, by rank."""
     with tempfile.TemporaryDirectory() as folder:
-        pipes, children = [], []
-        for rank in range(size):
-            ours, theirs = _context.Pipe(duplex=False)
-            job = (function, args, rank, size, f"{folder}/store", initialise, theirs)
-            child = _context.Process(target=_child, args=job, daemon=True)
-            child.start()
-            theirs.close()
-            pipes.append(ours)
-            children.append(child)
+        pipes, children = _start(function, size, args, folder, initialise)
         outcomes = _collect(pipes, time.monotonic() + timeout)
         for child in children:
             child.join(5)
@@ -48,6 +40,32 @@ def run(function, size, *args, timeout=120, initialise=True):
     if errors:
         raise ReplicaError("\n".join(errors))
     return [value for _, value in outcomes]
+
+
+def run_and_kill(function, size, *args, moment=None):
+    """`function(*args)` on `size` replicas, which are killed after `moment()`; by default they end on their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        _, children = _start(function, size, args, folder, True)
+        if moment is not None:
+            moment()
+            for child in children:
+                child.kill()
+        for child in children:
+            child.join(60)
+    return [child.exitcode for child in children]
+
+
+def _start(function, size, args, folder, initialise):
+    pipes, children = [], []
+    for rank in range(size):
+        ours, theirs = _context.Pipe(duplex=False)
+        job = (function, args, rank, size, f"{folder}/store", initialise, theirs)
+        child = _context.Process(target=_child, args=job, daemon=True)
+        child.start()
+        theirs.close()
+        pipes.append(ours)
+        children.append(child)
+    return pipes, children
 
 
 def _collect(pipes, deadline):

@@ -2,12 +2,15 @@
 
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parent.parent
 BIN = pathlib.Path(sys.executable).parent
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def call(*command):
@@ -39,6 +42,32 @@ def test_find_lr():
     assert 1e-4 < float(found.removeprefix("learning rate ").partition(",")[0]) < 1
     assert float(held_out.rpartition(" ")[2]) < 1  # guessing: 2.3
     assert "Warning" not in done.stderr
+
+
+def elastic(folder, replicas, *options):
+    torchrun = BIN / "torchrun", "--standalone", "--nproc-per-node", str(replicas)
+    return call(*torchrun, *options[:2], "examples/elastic.py", "--folder", folder, "--steps", "60", *options[2:])
+
+
+def test_elastic(tmp_path):
+    survived = elastic(tmp_path, 2, "--max-restarts", "1", "--die-at", "30")
+    began, held_out = survived.stdout.splitlines()
+    assert began == "2 replicas go on from step 20, which 2 had saved"
+    assert float(held_out.rpartition(" ")[2]) < 1  # guessing: 2.3
+    assert "exitcode: -9" in survived.stderr
+
+
+@pytest.mark.soak
+def test_elastic_ends_as_if_nothing_had_happened(tmp_path):
+    whole = elastic(tmp_path / "whole", 2).stdout
+    survived = elastic(tmp_path / "survived", 2, "--max-restarts", "1", "--die-at", "30").stdout
+    assert survived.splitlines()[1] == whole.strip()
+    shutil.rmtree(tmp_path / "whole" / "000003-step-60")  # as if it had been stopped after the one before
+    others = elastic(tmp_path / "whole", 3)
+    began, held_out = others.stdout.splitlines()
+    assert began == "3 replicas go on from step 40, which 2 had saved"
+    assert float(held_out.rpartition(" ")[2]) < 1
+    assert "was saved by 2 replicas and is loaded by 3" in others.stderr
 
 
 def test_the_overhead_benchmark():

@@ -1,15 +1,25 @@
-"""The code of docs/controllers.md runs as it is. Its controller goes through the table in test_controllers.py too."""
+"""The code of the guides in docs/ runs as it is. The controller goes through the table in test_controllers.py too."""
 
+import os
 import pathlib
 import re
+import warnings
 
 import torch
+from processes import run
 from torch import nn
 
 import hdet
+import runs
 
-GUIDE = (pathlib.Path(__file__).parent.parent / "docs" / "controllers.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.S)
+DOCS = pathlib.Path(__file__).parent.parent / "docs"
+
+
+def blocks(guide):
+    return re.findall(r"```python\n(.*?)```", (DOCS / guide).read_text(), flags=re.S)
+
+
+BLOCKS = blocks("controllers.md")
 
 
 def follow():
@@ -55,3 +65,51 @@ def test_the_guides_code_runs():
 def test_a_controller_takes_no_more_than_twenty_lines():
     body = BLOCKS[0].partition("class ")[2].strip().splitlines()
     assert len(body) <= 20
+
+
+class Data:
+    """A position in the data, as a stateful loader has one."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def save_and_load(folder, total_steps):
+    os.chdir(folder)
+    warnings.simplefilter("ignore")
+    parts = runs.parts(interval=10, total_steps=200)
+    rank = hdet.find_replicas().rank
+
+    def train_step(step):
+        loss = nn.functional.mse_loss(parts["model"](torch.ones(4, 6) * step), torch.ones(4, 2))
+        loss.backward()
+        parts["optimizer"].step()
+        parts["optimizer"].zero_grad()
+        parts["scheduler"].step()
+        return loss
+
+    data = Data(rank)
+    names = {"hdet": hdet, "total_steps": total_steps, "train_step": train_step, "data": data, "print": lambda *_: None}
+    names |= parts
+    first, second, save, load = blocks("checkpoints.md")
+    exec(first, names)
+    exec(second, names)
+    assert names["resumed"].values["epoch"] == 3
+    assert data.at == rank
+    exec(save, names)
+    before = [p.detach().clone() for p in parts["model"].parameters()]
+    train_step(0)
+    exec(load, names)
+    assert all(torch.equal(a, b) for a, b in zip(before, parts["model"].parameters(), strict=True))
+    return names["first_step"], names["resumed"].mid_round
+
+
+def test_the_code_about_checkpoints_runs(tmp_path):
+    assert run(save_and_load, 2, str(tmp_path), 55) == [(0, True)] * 2
+    assert run(save_and_load, 2, str(tmp_path), 60) == [(55, False)] * 2

@@ -31,7 +31,8 @@ def use_fake_group():
 
 
 def count_collectives(calls):
-    for name in ("all_reduce", "all_gather", "broadcast", "barrier", "new_group", "all_gather_into_tensor"):
+    gathers = ("all_gather", "all_gather_into_tensor", "all_gather_single")
+    for name in ("all_reduce", *gathers, "broadcast", "barrier", "new_group"):
         setattr(dist, name, lambda *a, _n=name, **k: calls.append(_n))
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -299,3 +300,17 @@ def test_find_lr_from_a_hopeless_start_says_so(tmp_path, capsys):
     words = ["find-lr", "flights", "--size", "smoke", "--replicas", "1", "--in-process", "--peak-lr", "1e9"]
     assert cli.main([*words, "--folder", str(tmp_path / "run")]) == 1
     assert "never fell at learning rates from" in capsys.readouterr().err
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path, capsys):
+    folder = tmp_path / "run"
+    options = ("--interval", "4", "--dropout", "0.2", "--checkpoint-every", "10", "--in-process")
+    assert cli.main(["train", "digits", "--size", "smoke", "--steps", "24", *options, "--folder", str(folder)]) == 0
+    whole, rounds = losses(folder), read_lines(folder / "rounds.jsonl")
+    (folder / "result.json").unlink()
+    shutil.rmtree(folder / "checkpoints" / "000002-step-20")  # stopped after the one of step 10, which is in mid-round
+    assert cli.main(["resume", str(folder), "--in-process"]) == 0
+    assert losses(folder) == whole
+    assert [r["scores"] for r in read_lines(folder / "rounds.jsonl")] == [r["scores"] for r in rounds]
+    assert cli.main(["resume", str(tmp_path)]) == 1
+    assert "train with --checkpoint-every" in capsys.readouterr().err

@@ -41,6 +41,7 @@ MAY_IMPORT = {
         "local_gradients", "no_effect", "outer_step", "probe", "range_test", "record", "replicas", "rollback",
         "rounds", "score", "tensors", "values",
     },
+    "checkpoint": {"arguments", "ensemble", "hooks", "replicas", "restore"},
     "one_cycle": {
         "arguments", "assignment", "controllers", "ensemble", "hooks", "hyperparameters", "no_effect", "range_test",
         "record", "rollback", "score",

@@ -3,6 +3,9 @@
 Read `hdet.ensemble` first: its `step()` is the protocol.
 """
 
+from hdet.checkpoint.load import Checkpoint, load
+from hdet.checkpoint.save import save
+from hdet.checkpoint.sharded import replica_key
 from hdet.controllers import Auto, Controller, Fixed, LineSearch, Observation, Plan, Report, Slope, Softmax
 from hdet.ensemble import Ensemble
 from hdet.hyperparameters.hyperparameter import Hyperparameter
@@ -22,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Auto",
+    "Checkpoint",
     "Controller",
     "Ensemble",
     "FindLRError",
@@ -48,7 +52,10 @@ __all__ = [
     "find_replicas",
     "in_process",
     "learning_rate",
+    "load",
     "momentum",
+    "replica_key",
+    "save",
     "scalar",
     "warm_init",
     "weight_decay",

@@ -158,7 +158,7 @@ class Ensemble:
         self._opened = False  # whether this round's start has been noted
         self._clock = time.perf_counter()
         self._unseen = 0
-        self._in_consensus = False
+        self._in_consensus = self._saving = False
         self.closed = False
         self._warned_state_dict = False
         self._values = Values(self._optimizers, self._hyperparameters, self._before_step)
@@ -313,6 +313,11 @@ class Ensemble:
         return begun and not at.finished and self._rounds.diverges
 
     @property
+    def progress(self) -> dict[str, int | bool]:
+        """Where the run is: optimizer steps taken, rounds ended, steps of this round, and the like."""
+        return self._rounds.state_dict()
+
+    @property
     def scales(self) -> dict[str, float]:
         """The factor on each hyperparameter's schedule, by name: center = base * scale."""
         scales = self._steering.scales
@@ -375,6 +380,29 @@ class Ensemble:
         if self._keeper is not None:
             self._keeper.state = dict(state_dict.get("alarm", self._keeper.state))
         self._resume()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Within it each replica saves or loads its own state: `model.state_dict()` does not warn in mid-round."""
+        if self._in_consensus:
+            raise RuntimeError(
+                "inside consensus() the model holds the average, which is no state of a replica; leave it first"
+            )
+        self._saving = True
+        try:
+            yield
+        finally:
+            self._saving = False
+
+    @staticmethod
+    def averaged_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A state of mid-round for replicas whose weights were averaged: any number of them can go on from it.
+
+        The round goes on with new slots. Its losses so far are one replica's, so its scores do not count.
+        """
+        progress = state_dict["progress"]
+        state = {key: value for key, value in state_dict.items() if key not in ("mid_round", "judge")}
+        return {**state, "progress": {**progress, "cut": progress["step_in_round"] > 0}}
 
     def start_from(self, step: int) -> None:
         """Go on at `step` without a saved state: a new controller, the same weights on all replicas."""
@@ -561,7 +589,7 @@ class Ensemble:
         self._fan_out.ready = True
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self.mid_round and not self._in_consensus and not self._warned_state_dict:
+        if self.mid_round and not (self._in_consensus or self._saving or self._warned_state_dict):
             self._warned_state_dict = True
             warnings.warn(
                 "model.state_dict() in mid-round holds this replica's weights, not the average; save it "

@@ -66,18 +66,25 @@ class Replicas:
         if self.size == 1:
             everyone.copy_(mine)
             return
-        dist.all_gather_into_tensor(everyone.view(torch.uint8), mine.view(torch.uint8), group=self._group())
+        # The older name warns where there is the newer one.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(everyone.view(torch.uint8), mine.view(torch.uint8), group=self._group())
 
     def close(self) -> None:
         """Give back the process group, if one was made. Not a collective."""
         if self._own is not None and dist.is_initialized():
-            dist.destroy_process_group(self._own)
+            if self._parent is None:
+                dist.destroy_process_group(self._own)
+            else:
+                _idle.setdefault(self._parent, []).append(self._own)
         self._own = None
 
     def _group(self) -> dist.ProcessGroup:
         if self._own is None:
             if self._parent is None:
                 self._own = dist.new_group()
+            elif _idle.get(self._parent):
+                self._own = _idle[self._parent].pop()
             else:
                 ranks: Sequence[int] = dist.get_process_group_ranks(self._parent)
                 self._own = dist.new_group(list(ranks), use_local_synchronization=True)
@@ -85,6 +92,9 @@ class Replicas:
         return self._own
 
 
+# Groups of our own, by the group that they are made of. If one were destroyed, torch would give its name to the next
+# one of the same ranks, which would then wait for the addresses that it finds under that name.
+_idle: dict[dist.ProcessGroup, list[dist.ProcessGroup]] = {}
 _here = threading.local()
 
 

@@ -1,4 +1,4 @@
-"""The command `hdet`: demo, train, find-lr, sweep, returns."""
+"""The command `hdet`: demo, train, resume, find-lr, sweep, returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from hdet.lab.errors import InterruptedRunError, LabError, OptionError, warnings_in_words
+from hdet.lab.errors import FolderError, InterruptedRunError, LabError, OptionError, warnings_in_words
 from hdet.lab.folder import default_folder, read, require_empty
 from hdet.lab.options import CONTROLLERS, EXPLORABLE, OPTIMIZERS, SIZES, RunOptions
 from hdet.lab.tasks import TASKS
@@ -64,7 +64,8 @@ def worker_job(argv: Sequence[str] | None, replicas: int) -> Job:
     if options.replicas != replicas:
         raise OptionError(f"torchrun has started {replicas} replicas, not {options.replicas}; leave out --replicas")
     folder = arguments.folder or default_folder(options.task)
-    if os.environ.get("RANK", "0") == "0":
+    restarted = options.checkpoint_every and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if os.environ.get("RANK", "0") == "0" and not restarted:
         require_empty(folder)
     return Job(options, str(folder))
 
@@ -84,6 +85,13 @@ def _parser() -> argparse.ArgumentParser:
 
     command = _command(commands, "train", _train, "one run")
     _add_run_options(command, 2)
+
+    text = "go on with a run that was stopped, from its last checkpoint"
+    command = commands.add_parser("resume", help=text, description=text)
+    command.set_defaults(command=_resume)
+    command.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run with --checkpoint-every")
+    command.add_argument("--replicas", type=int, help="default: as many as before")
+    command.add_argument("--in-process", action="store_true", help="make the replicas threads of one process")
 
     command = _command(commands, "find-lr", _find_lr, "the learning rate, from a few hundred steps that are undone")
     _add_task_options(command, 2)
@@ -137,6 +145,7 @@ def _add_run_options(parser: argparse.ArgumentParser, replicas: int | None, cont
     add("--label-smoothing", type=float, default=0.0)
     add("--charge", action="store_true", help="shorten the run by what probe and finder cost")
     add("--interval", type=_interval, default="auto", help="steps per round, or auto: a 200th of the run")
+    add("--checkpoint-every", type=int, metavar="STEPS", help="save the run; `hdet resume RUN` goes on with it")
     add("--per-group", action=argparse.BooleanOptionalAction, help="explore each parameter group; default: flights")
 
 
@@ -184,6 +193,24 @@ def _train(arguments: argparse.Namespace) -> str:
     _prepare(arguments)
     options.make_task()
     run_all([Job(options, str(folder))], lambda size: arguments.in_process)
+    return summary(options, folder)
+
+
+def _resume(arguments: argparse.Namespace) -> str:
+    from hdet.lab.launch import launch  # noqa: PLC0415
+    from hdet.lab.summary import summary  # noqa: PLC0415
+
+    folder: Path = arguments.folder
+    about = read(folder / "options.json")
+    if about is None or not (folder / "checkpoints").is_dir():
+        raise FolderError(f"{folder} has no checkpoints to go on from; train with --checkpoint-every, for example 100")
+    options = RunOptions.from_json(about["options"])
+    if arguments.replicas is not None:
+        options = options.replace(replicas=arguments.replicas)
+    if read(folder / "result.json") is None:
+        _prepare(arguments)
+        options.make_task()
+        launch([Job(options, str(folder))], one_process=arguments.in_process)
     return summary(options, folder)
 
 

@@ -45,6 +45,16 @@ class RunFolder:
         with _clearly(self.path / name), open(self.path / name, "a") as file:
             file.write(json.dumps(plain(value), allow_nan=False) + "\n")
 
+    def rewind(self, name: str, step: int) -> None:
+        """Leave out the lines that were written after `step`, of a file of lines that have one."""
+        if not (self.path / name).exists():
+            return
+        with _clearly(self.path / name):
+            kept = [line for line in read_lines(self.path / name) if line["step"] <= step]
+            unfinished = self.path / f"{name}.part"
+            unfinished.write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in kept))
+            os.replace(unfinished, self.path / name)
+
     def begin(self, options: RunOptions) -> None:
         """Say what is about to be run, where and by which versions."""
         about = {

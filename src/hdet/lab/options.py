@@ -47,6 +47,7 @@ class RunOptions:
         charge: shorten the run by what probe and finder cost, so that its whole cost is that of a plain run.
         interval: steps per round; "auto" is a 200th of the run, between 1 and 1000.
         per_group: explore each parameter group on its own; None for the task's way, which is yes for flights.
+        checkpoint_every: steps between checkpoints; None for no checkpoints.
 
     Raises:
         OptionError: for a value that cannot work.
@@ -73,6 +74,7 @@ class RunOptions:
     charge: bool = False
     interval: int | Literal["auto"] = "auto"
     per_group: bool | None = None
+    checkpoint_every: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("task", self.task, sorted(TASKS))
@@ -85,6 +87,7 @@ class RunOptions:
         _whole("replicas", self.replicas, 1)
         _whole("steps", self.steps, 1)
         _whole("warmup_steps", self.warmup_steps, 0)
+        _whole("checkpoint_every", self.checkpoint_every, 1)
         if self.interval != "auto":
             _whole("interval", self.interval, 1)
         _number("peak_lr", self.peak_lr, 0 < (self.peak_lr or 1) < math.inf and self.peak_lr != 0, "positive", "1e-3")

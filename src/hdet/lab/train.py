@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import Auto, Ensemble, FoundRate, RoundRecord, data_parallel, find_replicas
+from hdet import Auto, Ensemble, FoundRate, RoundRecord, data_parallel, find_replicas, load, save
 from hdet.lab.finder import find
 from hdet.lab.folder import RunFolder, plain
 from hdet.lab.options import RunOptions
@@ -30,6 +30,8 @@ _LINES_PER_RUN = 200
 
 def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
     """Train once, collectively; the first replica writes `folder`. What is in result.json, on every replica.
+
+    A run with checkpoints in `folder` goes on from the last one.
 
     The losses on the held-out data are those of the average of the replicas, and known to the first one only:
     `held_out` of all samples, `held_out_unseen` of the half that no held-out probe draws from. The first is the
@@ -62,8 +64,12 @@ def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
     if files is not None:
         sinks.append(functools.partial(files.append, "rounds.jsonl"))
     ensemble = make_ensemble(options, task, steps, model, optimizer, smoothing, sinks)
+    run = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    run |= {} if ensemble is None else {"ensemble": ensemble}
+    checkpoints = Path(folder) / "checkpoints"
+    first_step = _resume(checkpoints, run, files) if options.checkpoint_every else 0
     meter = _Meter(options, steps, schedule, ensemble, files)
-    for step in range(steps):
+    for step in range(first_step, steps):
         batch = task.batch(task.steps - steps + step, replicas.rank, replicas.size)  # what was charged is not seen
         loss = task.loss(model, batch, smoothing.value)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -73,19 +79,36 @@ def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
         if ensemble is not None:
             ensemble.step(loss)  # the last one averages the replicas
         meter.step(step + 1, loss)
+        if options.checkpoint_every and (step + 1) % options.checkpoint_every == 0:
+            save(checkpoints, run, step=step + 1)
     seconds = time.perf_counter() - started
     meter.close()
     if ensemble is not None:
         scales.end(ensemble, steps)
         ensemble.close()
-    measured = {"seconds": round(seconds, 3), "train_loss": meter.last, "scales": scales.found}
-    measured |= {"scales_step": scales.step, "held_out": task.evaluate(model) if first else None}
-    measured |= {"held_out_unseen": task.evaluate(model, unseen=True) if first else None}
+    measured = {
+        "seconds": round(seconds, 3),
+        "train_loss": meter.last,
+        "scales": scales.found,
+        "scales_step": scales.step,
+        "held_out": task.evaluate(model) if first else None,
+        "held_out_unseen": task.evaluate(model, unseen=True) if first else None,
+    }
     cost = {} if found is None else {"finder_steps": found.steps, "finder_cost": found.cost}
     result: dict[str, Any] = plain({**_settings(options, task, steps, peak_lr), **cost, **measured})
     if files is not None:
         files.write("result.json", result)
     return result
+
+
+def _resume(checkpoints: Path, run: dict[str, Any], files: RunFolder | None) -> int:
+    """Go on from the last checkpoint, if there is one; the step to begin with."""
+    resumed = load(checkpoints, run)
+    step = 0 if resumed is None else resumed.step
+    if files is not None:
+        for name in ("losses.jsonl", "rounds.jsonl"):
+            files.rewind(name, step)
+    return step
 
 
 def _find(options: RunOptions, task: Task, model: nn.Module, optimizer: Optimizer) -> FoundRate | None:

@@ -1,0 +1,223 @@
+"""What lies on the disk: one folder per checkpoint, complete and verified, or not there at all.
+
+path/000012-step-3400/shared.pt         what all replicas have in common; not there in mid-round
+                      replica-0.pt      what is this replica's own: its random numbers, in mid-round everything
+                      checkpoint.json   what it is, and the size and SHA-256 of each file; the last to be written
+path/.unfinished-...                    being written, or left behind by a kill; the next save clears it away
+
+The folder gets its name, by one rename, when all of it is on the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+SHARED = "shared.pt"
+_MANIFEST = "checkpoint.json"
+_VERSION = 1
+_NAME = re.compile(r"(\d{6,})-step-\d+")
+_UNFINISHED = ".unfinished-"
+_CHUNK = 1 << 20
+
+
+class DamagedError(Exception):
+    """A checkpoint that is not what was written."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is.
+
+    Attributes:
+        step: optimizer steps that were taken.
+        replicas: how many wrote it.
+        mid_round: whether they held different weights.
+        files: size and SHA-256 of each file, by name.
+    """
+
+    step: int
+    replicas: int
+    mid_round: bool
+    files: Mapping[str, tuple[int, str]]
+
+
+def own_file(replica: int) -> str:
+    """The name of a replica's own file."""
+    return f"replica-{replica}.pt"
+
+
+def candidates(path: Path) -> list[Path]:
+    """The checkpoints in `path`, newest first; `path` alone if it is one itself."""
+    if path.is_dir() and (_NAME.fullmatch(path.name) or (path / _MANIFEST).exists()):
+        return [path]
+    found = {int(match[1]): path / match[0] for match in map(_NAME.fullmatch, _names(path)) if match}
+    return [found[number] for number in sorted(found, reverse=True)]
+
+
+# Writing
+
+
+def begin(path: Path) -> Path:
+    """Make `path`, clear away what a kill left behind, and begin a new checkpoint in a temporary folder."""
+    if not path.is_dir():
+        path.mkdir(parents=True)
+        _flush_folder(path.parent)
+    for name in _names(path):
+        if name.startswith(_UNFINISHED):
+            shutil.rmtree(path / name, ignore_errors=True)
+    temporary = path / f"{_UNFINISHED}{secrets.token_hex(4)}"
+    temporary.mkdir()
+    return temporary
+
+
+def write(file: Path, state: Any) -> tuple[int, str]:
+    """Write tensors and plain values to a new file, down to the disk; its size and SHA-256."""
+    with open(file, "xb") as raw:
+        hashed = _Hashed(raw)
+        torch.save(state, hashed)  # type: ignore[arg-type]
+        raw.flush()
+        os.fsync(raw.fileno())
+    return hashed.size, hashed.digest.hexdigest()
+
+
+def publish(temporary: Path, manifest: Manifest) -> Path:
+    """Make a checkpoint of the temporary folder, whose files are on the disk; its name says number and step."""
+    with open(temporary / _MANIFEST, "xb") as file:
+        file.write(_signed(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+    _flush_folder(temporary)
+    path = temporary.parent
+    newest = next((int(old.name.partition("-")[0]) for old in candidates(path)), 0)
+    final = path / f"{newest + 1:06}-step-{manifest.step}"
+    os.rename(temporary, final)
+    _flush_folder(path)
+    return final
+
+
+def prune(path: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints; those with files missing or cut short do not count."""
+    kept = 0
+    for folder in candidates(path):
+        if kept >= keep:
+            doomed = path / f"{_UNFINISHED}{folder.name}"  # a kill in the middle leaves nothing that looks damaged
+            os.rename(folder, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+        elif _looks_whole(folder):
+            kept += 1
+
+
+# Reading
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """What a checkpoint says that it is.
+
+    Raises:
+        DamagedError: if it is not what was written, or another version of hdet wrote it.
+    """
+    try:
+        data = (folder / _MANIFEST).read_bytes()
+        first = data.partition(b"\n")[0]
+        if data != _sign(first):
+            raise DamagedError(f"the checksum of {_MANIFEST} is wrong")
+        values = json.loads(first)
+        version = values.pop("version")
+        files = {str(name): (int(size), str(sha)) for name, (size, sha) in values.pop("files").items()}
+        manifest = Manifest(int(values["step"]), int(values["replicas"]), bool(values["mid_round"]), files)
+    except DamagedError:
+        raise
+    except Exception as error:
+        raise DamagedError(f"{_MANIFEST} cannot be read: {type(error).__name__}: {error}") from error
+    if version != _VERSION:
+        raise DamagedError(f"it was written in version {version} of the format, and this hdet reads {_VERSION}")
+    return manifest
+
+
+def read(folder: Path, name: str, manifest: Manifest) -> Any:
+    """The tensors and plain values in a file, on the CPU, once size and checksum are seen to be right.
+
+    Raises:
+        DamagedError: if it is not what was written, or holds anything else.
+    """
+    try:
+        with _verified(folder / name, *manifest.files[name]) as file:
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except DamagedError:
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise DamagedError(f"{name} cannot be read: {type(error).__name__}: {reason}") from error
+
+
+@contextmanager
+def _verified(path: Path, size: int, sha256: str) -> Iterator[BinaryIO]:
+    with open(path, "rb") as file:
+        found = os.fstat(file.fileno()).st_size
+        if found != size:
+            raise DamagedError(f"{path.name} has {found} bytes instead of {size}")
+        digest = hashlib.sha256()
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+        if digest.hexdigest() != sha256:
+            raise DamagedError(f"the checksum of {path.name} is wrong")
+        file.seek(0)
+        yield file
+
+
+def _looks_whole(folder: Path) -> bool:
+    try:
+        manifest = read_manifest(folder)
+        return all((folder / name).stat().st_size == size for name, (size, _) in manifest.files.items())
+    except (DamagedError, OSError):
+        return False
+
+
+class _Hashed:
+    """A file that is written through a checksum: of what was meant, whatever the disk makes of it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.digest = hashlib.sha256()
+        self.size = 0
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        self.size += memoryview(data).nbytes
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _signed(manifest: Manifest) -> bytes:
+    return _sign(json.dumps({"version": _VERSION, **asdict(manifest)}, sort_keys=True).encode())
+
+
+def _sign(line: bytes) -> bytes:
+    return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
+
+
+def _names(path: Path) -> list[str]:
+    return os.listdir(path) if path.is_dir() else []
+
+
+def _flush_folder(path: Path) -> None:
+    """A name is on the disk when its folder is."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

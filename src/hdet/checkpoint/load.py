@@ -1,0 +1,201 @@
+"""`load()`: go on from the newest checkpoint that every replica has verified, on any number of replicas."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hdet.checkpoint import entries as contents
+from hdet.checkpoint import folder, random_state
+from hdet.checkpoint.ensemble_state import with_losses, without_replica
+from hdet.checkpoint.exchange import exchange, replicas_of, together
+from hdet.checkpoint.mean import mean
+from hdet.replicas import Replicas, collective_device
+from hdet.restore import Generators
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was loaded.
+
+    Attributes:
+        path: its folder.
+        step: optimizer steps that were taken when it was saved.
+        replicas: how many had saved it.
+        mid_round: whether it was saved in mid-round.
+        exact: whether this replica goes on as the one that saved it would have: False on another number of replicas.
+        values: the plain values among the entries, by name.
+        notices: what is not as it was when it was saved, in words; they were warnings too.
+    """
+
+    path: Path
+    step: int
+    replicas: int
+    mid_round: bool
+    exact: bool
+    values: Mapping[str, Any] = field(repr=False)
+    notices: tuple[str, ...]
+
+
+def load(
+    path: str | os.PathLike[str],
+    entries: Mapping[str, Any],
+    *,
+    own: Mapping[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Checkpoint | None:
+    """Load the newest checkpoint in `path` that every replica can verify. Collective: every replica calls it.
+
+    Call it after wrapping the model in DDP, which gives all replicas the first one's weights, and before the first
+    step. Files are checked against their checksums and hold tensors and plain values only: nothing is unpickled that
+    could run. Names, shapes and dtypes are compared before anything is copied: if they do not fit, nothing changes.
+
+    On as many replicas as had saved it each gets its own state and random numbers back, and goes on bit for bit. On
+    another number the slots are dealt anew and random numbers start anew, with a warning; of a checkpoint in mid-round
+    all replicas get the mean, and the rest of that round is not judged.
+
+    Args:
+        path: what was given to `save()`; or one checkpoint in it, to take that one and no other.
+        entries: as in `save()`. Objects and tensors are loaded into; plain values come back in `Checkpoint.values`.
+        own: as in `save()`; left as it is on another number of replicas.
+        process_group: the replicas; by default the ensemble's, or all ranks.
+
+    Returns:
+        What was loaded; None if there is no checkpoint, so that a script can begin and go on with the same call.
+
+    Raises:
+        ValueError: if it does not fit the entries.
+        RuntimeError: if there are checkpoints, and not one that can be verified. Both are the same on every replica.
+    """
+    found, mine = contents.flatten("entries", entries), contents.flatten("own", own or {})
+    ensemble = contents.find_ensemble(found)
+    notices: list[str] = []
+    with replicas_of(ensemble, process_group) as replicas, nullcontext() if ensemble is None else ensemble.saving():
+        try:
+            return _Reader(replicas, Path(path), found, mine, notices).load()
+        finally:
+            for notice in notices:
+                warnings.warn(notice, stacklevel=2)
+
+
+@dataclass
+class _Content:
+    """What a checkpoint has for this replica."""
+
+    entries: dict[str, Any]
+    own: dict[str, Any]
+    random: dict[str, Any]
+
+
+class _Reader:
+    """One replica's part in loading."""
+
+    def __init__(
+        self, replicas: Replicas, path: Path, found: Mapping[str, Any], own: Mapping[str, Any], notices: list[str]
+    ) -> None:
+        self._replicas, self._path, self._found, self._own, self._notices = replicas, path, found, own, notices
+        self._device: torch.device = collective_device(contents.tensors_of(found))
+
+    def load(self) -> Checkpoint | None:
+        failed = f"no checkpoint was loaded from {self._path}"
+        listed = together(self._replicas, self._device, failed, self._list)
+        wrong: list[str] = []
+        for name in listed[0]:
+            manifest, content, problems = self._read(self._path / name)
+            if content is not None:
+                return self._take(self._path / name, manifest, content)
+            wrong += problems
+            self._notices.append(f"a checkpoint cannot be verified, so the one before is taken: {'; '.join(problems)}")
+        if wrong:
+            raise RuntimeError(f"{failed}: not one of {len(listed[0])} can be verified: {'; '.join(wrong)}")
+        seeing = [replica for replica, names in enumerate(listed) if names]
+        if seeing:
+            raise RuntimeError(
+                f"{failed}: replica {seeing[0]} sees checkpoints there, replica 0 does not; path must be on a file "
+                "system that all replicas share"
+            )
+        return None
+
+    def _list(self) -> list[str]:
+        return [str(found.relative_to(self._path)) for found in folder.candidates(self._path)]
+
+    def _read(self, path: Path) -> tuple[Any, _Content | None, list[str]]:
+        """What is in a checkpoint, if every replica can verify its part of it; else what is wrong."""
+        manifest, content, problem = None, None, None
+        try:
+            manifest = folder.read_manifest(path)
+            content = self._read_files(path, manifest)
+        except folder.DamagedError as error:
+            problem = str(error)
+        except Exception as error:  # the files are what was written, but not by save()
+            problem = f"it is no checkpoint of a run: {type(error).__name__}: {error}"
+        everyone = exchange(self._replicas, problem, self._device)
+        problems = [f"{path.name}, replica {r}: {text}" for r, text in enumerate(everyone) if text is not None]
+        return manifest, None if problems else content, problems
+
+    def _read_files(self, path: Path, manifest: folder.Manifest) -> _Content:
+        same = manifest.replicas == self._replicas.size
+        mine = folder.read(path, folder.own_file(self._replicas.rank if same else 0), manifest)
+        if not manifest.mid_round:
+            shared = folder.read(path, folder.SHARED, manifest)["entries"]
+            entries = {**shared, **_with_losses(shared, mine["losses"])} if same else self._rank_free(shared)
+        elif same:
+            entries = mine["entries"]
+        else:
+            files = (folder.own_file(replica) for replica in range(manifest.replicas))
+            entries = self._rank_free(mean(folder.read(path, file, manifest)["entries"] for file in files))
+        return _Content(entries, mine["own"] if same else {}, mine["random"])
+
+    def _rank_free(self, entries: dict[str, Any]) -> dict[str, Any]:
+        ensembles = {name for name, entry in self._found.items() if contents.ensemble_of(entry) is not None}
+        return {name: without_replica(e) if name in ensembles else e for name, e in entries.items()}
+
+    def _take(self, path: Path, manifest: folder.Manifest, content: _Content) -> Checkpoint:
+        """Check, then change: all replicas or none."""
+        exact = manifest.replicas == self._replicas.size
+        found = {**self._found, **(self._own if exact else {})}
+        saved = {**content.entries, **content.own}
+        failed = f"{path} was not loaded, and nothing has changed"
+        together(self._replicas, self._device, f"{failed}; it does not fit", lambda: contents.check(found, saved))
+        undo: list[tuple[Any, Any]] = []
+        generators = Generators()
+
+        def change() -> None:
+            contents.put_objects(found, saved, undo)
+            if exact:
+                random_state.put(content.random)
+            else:
+                random_state.reseed(content.random, self._replicas.rank, self._replicas.size)
+
+        try:
+            together(self._replicas, self._device, failed, change)
+        except Exception:
+            contents.put_back(undo)
+            generators.restore()
+            raise
+        contents.put_tensors(found, saved)
+        if not exact:
+            self._notices.append(self._notice(path, manifest))
+        values = {name: entry["state"] for name, entry in saved.items() if entry["kind"] == "value"}
+        notices = tuple(self._notices)
+        return Checkpoint(path, manifest.step, manifest.replicas, manifest.mid_round, exact, values, notices)
+
+    def _notice(self, path: Path, manifest: folder.Manifest) -> str:
+        mean = "all of them begin with the mean of the saved ones, and the rest of the round is not judged; "
+        own = f"own entries {sorted(self._own)} are left as they are; " if self._own else ""
+        return (
+            f"{path} was saved by {manifest.replicas} replicas and is loaded by {self._replicas.size}: slots are dealt "
+            f"anew, {mean if manifest.mid_round else ''}{own}random numbers start anew"
+        )
+
+
+def _with_losses(entries: Mapping[str, Any], losses: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: with_losses(entries[name], of_round) for name, of_round in losses.items()}

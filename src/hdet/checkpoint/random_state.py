@@ -1,0 +1,50 @@
+"""The global random generators as tensors and lists, which load without unpickling: torch, CUDA, Python, NumPy."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from typing import Any
+
+import torch
+
+from hdet.restore import Generators
+
+
+def take() -> dict[str, Any]:
+    """Their states. CUDA's if it is in use, NumPy's (the global one) if it is imported."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, list(numbers), gauss]}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+        state["device"] = torch.cuda.current_device()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(numpy.random.get_state(), tuple):  # not if it was replaced by another kind
+        kind, keys, *rest = numpy.random.get_state()
+        state["numpy"] = [kind, torch.tensor(keys.tolist()), *rest]
+    return state
+
+
+def put(state: dict[str, Any]) -> None:
+    """Go on from `take()`; what is not in use here is left out."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        same = (len(state["cuda"]), state["device"]) == (torch.cuda.device_count(), torch.cuda.current_device())
+        if same:
+            torch.cuda.set_rng_state_all(state["cuda"])
+        else:  # the replica has moved to another GPU: it is the current one that it trains on
+            torch.cuda.set_rng_state(state["cuda"][state["device"]])
+    numpy = sys.modules.get("numpy")
+    if "numpy" in state and numpy is not None:
+        kind, keys, *rest = state["numpy"]
+        numpy.random.set_state((kind, numpy.array(keys.tolist(), dtype=numpy.uint32), *rest))
+
+
+def reseed(state: dict[str, Any], replica: int, replicas: int) -> None:
+    """Start all of them anew: each replica differently, and the same each time from the same `state`."""
+    text = f"{replica} of {replicas}".encode()
+    digest = hashlib.sha256(bytes(state["torch"].tolist()) + text).digest()
+    Generators().seed(int.from_bytes(digest[:8], "little") >> 1)

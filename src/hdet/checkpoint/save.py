@@ -1,0 +1,164 @@
+"""`save()`: a checkpoint that is complete or not there, from all replicas together."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hdet.arguments import check_count
+from hdet.checkpoint import entries as contents
+from hdet.checkpoint import folder, random_state
+from hdet.checkpoint.ensemble_state import losses_of
+from hdet.checkpoint.exchange import replicas_of, together
+from hdet.ensemble import Ensemble
+from hdet.replicas import Replicas, collective_device
+
+
+def save(
+    path: str | os.PathLike[str],
+    entries: Mapping[str, Any],
+    *,
+    own: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    keep: int = 3,
+    process_group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Write a checkpoint of the run to a new folder in `path`. Collective: every replica calls it, between steps.
+
+    At a round's end the first replica writes one state that holds no rank, and every replica its random numbers. In
+    mid-round every replica writes its own state, so that `load()` goes on bit for bit. The checkpoint appears by one
+    rename when all of it is on the disk: a kill at any moment leaves it whole or not there, and older ones as they are.
+
+    Args:
+        path: a folder that all replicas see, of one run.
+        entries: what to save, by name: modules, optimizers, schedulers, the ensemble, anything with `state_dict()` and
+            `load_state_dict()`, lists of these, tensors, and plain values (numbers, strings, lists, dicts). The same on
+            all replicas, apart from what an ensemble lets differ in mid-round.
+        own: the same, for what is this replica's own even at a round's end, such as the position in its data. Another
+            number of replicas does not get it back.
+        step: optimizer steps taken; by default the ensemble's count.
+        keep: how many checkpoints to keep, the newest ones.
+        process_group: the replicas; by default the ensemble's, or all ranks.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        ValueError: for entries that would not load again, and for replicas that save different things.
+        RuntimeError: if any replica could not write (a full disk): the same on all of them. Older checkpoints are left
+            as they are.
+    """
+    found, mine = contents.flatten("entries", entries), contents.flatten("own", own or {})
+    ensemble = contents.find_ensemble(found)
+    device = collective_device(contents.tensors_of(found))
+    with replicas_of(ensemble, process_group) as replicas:
+        writer = _Writer(replicas, device, Path(path), found, mine, ensemble)
+        writer.check(step, keep)
+        return writer.write(keep)
+
+
+class _Writer:
+    """One replica's part in one checkpoint."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        device: torch.device,
+        path: Path,
+        found: Mapping[str, Any],
+        own: Mapping[str, Any],
+        ensemble: Ensemble | None,
+    ) -> None:
+        self._replicas, self._device, self._path, self._ensemble = replicas, device, path, ensemble
+        self._found, self._own = found, own
+        self._mid_round = ensemble is not None and ensemble.mid_round
+        self._step = 0
+        self._failed = f"the checkpoint in {path} was not saved"
+        self._files: dict[str, Any] = {}
+
+    def check(self, step: int | None, keep: int) -> None:
+        """Collect what is to be written, and compare what it is with the other replicas."""
+        about = self._together(lambda: self._collect(step, keep))
+        for replica, theirs in enumerate(about):
+            if theirs != about[0]:
+                odd = next(key for key in about[0] if theirs[key] != about[0][key])
+                raise ValueError(
+                    f"{self._failed}: {odd} is {theirs[odd]} on replica {replica}, {about[0][odd]} on replica 0; the "
+                    "replicas of a run must save together, at the same step and with the same entries"
+                )
+
+    def write(self, keep: int) -> Path:
+        """All of it, down to the disk; the folder of the checkpoint."""
+        first = self._replicas.rank == 0
+        temporary: Path | None = None
+        try:
+            names = self._together(lambda: folder.begin(self._path).name if first else "")
+            temporary = self._path / names[0]
+            written = self._together(lambda: self._write_files(self._path / names[0]))
+            files = {name: tuple(about) for part in written for name, about in part.items()}
+            manifest = folder.Manifest(self._step, self._replicas.size, self._mid_round, files)
+            final = self._together(lambda: folder.publish(self._path / names[0], manifest).name if first else "")
+        except Exception:
+            if first and temporary is not None:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        if first:
+            _prune(self._path, keep)
+        return self._path / str(final[0])
+
+    def _collect(self, step: int | None, keep: int) -> dict[str, Any]:
+        """Fill `_files`; what must be the same on all replicas."""
+        check_count("keep", keep, unit="checkpoints")
+        both = sorted(self._found.keys() & self._own.keys())
+        if both:
+            raise ValueError(f"own must have other names than entries, got {both} in both")
+        if step is None:
+            if self._ensemble is None:
+                raise ValueError("step must be given where there is no ensemble to count the steps; write step=step")
+            step = self._ensemble.progress["step"]
+        check_count("step", step, least=0)
+        self._step = step
+        names = contents.names_of(self._found)
+        with nullcontext() if self._ensemble is None else self._ensemble.saving():
+            own = {name: contents.take(name, entry, names) for name, entry in self._own.items()}
+            taken = {}
+            if self._mid_round or self._replicas.rank == 0:
+                taken = {name: contents.take(name, entry, names) for name, entry in self._found.items()}
+            state = {"own": own, "random": random_state.take(), "losses": self._losses()}
+        if self._mid_round:
+            state["entries"] = taken
+        elif self._replicas.rank == 0:
+            self._files[folder.SHARED] = {"entries": taken}
+        self._files[folder.own_file(self._replicas.rank)] = state
+        kinds = {name: contents.kind_of(entry) for name, entry in self._found.items()}
+        return {"the step": step, "being in mid-round": self._mid_round, "the entries": kinds, "own": sorted(self._own)}
+
+    def _losses(self) -> dict[str, Any]:
+        """By entry, the losses of a round that is under way while all replicas hold the same weights."""
+        ensembles = {name: contents.ensemble_of(entry) for name, entry in self._found.items()}
+        if self._mid_round or self._ensemble is None or not self._ensemble.progress["step_in_round"]:
+            return {}
+        return {name: losses_of(ensemble) for name, ensemble in ensembles.items() if ensemble is not None}
+
+    def _write_files(self, temporary: Path) -> dict[str, tuple[int, str]]:
+        if not temporary.is_dir():
+            raise RuntimeError(f"{temporary} is not seen here; path must be on a file system that all replicas share")
+        return {name: folder.write(temporary / name, state) for name, state in self._files.items()}
+
+    def _together(self, work: Any) -> list[Any]:
+        return together(self._replicas, self._device, self._failed, work)
+
+
+def _prune(path: Path, keep: int) -> None:
+    try:
+        folder.prune(path, keep)
+    except OSError as error:  # the new one is safe
+        warnings.warn(f"old checkpoints in {path} could not be removed: {error}", stacklevel=4)
