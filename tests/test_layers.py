@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "score": set(),
     "hooks": set(),
     "record": set(),
+    "json_lines": {"record", "replicas"},
     "replicas": set(),
     "restore": set(),
     "local_gradients": set(),

@@ -9,11 +9,12 @@ from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.hyperparameters.in_forward import Scalar, attribute, dropout, scalar
 from hdet.hyperparameters.in_groups import learning_rate, momentum, weight_decay
 from hdet.in_process import ReplicaError, data_parallel, in_process
+from hdet.json_lines import JSONLines, read_records
 from hdet.one_cycle import OneCycleAutoLR
 from hdet.probe.probe import Probe
 from hdet.range_test.find_lr import FindLRError, find_lr
 from hdet.range_test.found_rate import FoundRate
-from hdet.record import HyperparameterRecord, RoundRecord
+from hdet.record import HyperparameterRecord, RoundRecord, metrics
 from hdet.replicas import find_replicas
 from hdet.rollback.rollback import Rollback
 from hdet.warm_init import warm_init
@@ -29,6 +30,7 @@ __all__ = [
     "FoundRate",
     "Hyperparameter",
     "HyperparameterRecord",
+    "JSONLines",
     "LineSearch",
     "Observation",
     "OneCycleAutoLR",
@@ -48,7 +50,9 @@ __all__ = [
     "find_replicas",
     "in_process",
     "learning_rate",
+    "metrics",
     "momentum",
+    "read_records",
     "scalar",
     "warm_init",
     "weight_decay",

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hdet import JSONLines, RoundRecord
 from hdet.lab.errors import FolderError
 from hdet.lab.options import RunOptions
 
@@ -32,6 +33,7 @@ class RunFolder:
         self.path = Path(path)
         with _clearly(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+        self._rounds = JSONLines(self.path / "rounds.jsonl")
 
     def write(self, name: str, value: Any) -> None:
         """One file, written whole or not at all."""
@@ -44,6 +46,11 @@ class RunFolder:
         """One line of a file; it is on its way to the disk when this returns."""
         with _clearly(self.path / name), open(self.path / name, "a") as file:
             file.write(json.dumps(plain(value), allow_nan=False) + "\n")
+
+    def record(self, record: RoundRecord) -> None:
+        """One line of rounds.jsonl."""
+        with _clearly(self.path / "rounds.jsonl"):
+            self._rounds(record)
 
     def begin(self, options: RunOptions) -> None:
         """Say what is about to be run, where and by which versions."""

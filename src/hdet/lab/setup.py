@@ -19,7 +19,6 @@ from hdet import (
     LineSearch,
     Plan,
     Probe,
-    RoundRecord,
     Scalar,
     Slope,
     Softmax,
@@ -84,10 +83,6 @@ def make_ensemble(
     if not options.fans_out:
         return None
 
-    def write(record: RoundRecord) -> None:
-        if files is not None:
-            files.append("rounds.jsonl", record)
-
     return Ensemble(
         optimizer,
         _hyperparameters(options, model, optimizer, smoothing),
@@ -99,7 +94,7 @@ def make_ensemble(
         outer_step=options.outer_step,
         model=model,
         seed=options.seed,
-        on_round=[write],
+        on_round=[] if files is None else [files.record],
     )
 
 
