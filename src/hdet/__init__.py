@@ -15,6 +15,7 @@ from hdet.probe.probe import Probe
 from hdet.range_test.find_lr import FindLRError, find_lr
 from hdet.range_test.found_rate import FoundRate
 from hdet.record import HyperparameterRecord, RoundRecord, metrics
+from hdet.replay import ReplayLR, make_schedule
 from hdet.replicas import find_replicas
 from hdet.rollback.rollback import Rollback
 from hdet.warm_init import warm_init
@@ -36,6 +37,7 @@ __all__ = [
     "OneCycleAutoLR",
     "Plan",
     "Probe",
+    "ReplayLR",
     "ReplicaError",
     "Report",
     "Rollback",
@@ -50,6 +52,7 @@ __all__ = [
     "find_replicas",
     "in_process",
     "learning_rate",
+    "make_schedule",
     "metrics",
     "momentum",
     "read_records",

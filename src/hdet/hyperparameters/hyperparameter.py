@@ -79,7 +79,8 @@ class Hyperparameter:
 
     def places(self, optimizers: Sequence[Optimizer]) -> tuple[str, ...]:
         """A name for each place that holds it, in the order of `bases()`; `optimizers` are those of the ensemble."""
-        return (self.name,) * len(list(self.bases()))
+        size = len(list(self.bases()))
+        return (self.name,) if size == 1 else tuple(f"{self.name}[{number}]" for number in range(size))
 
     def peak(self) -> float | None:
         """The most that the schedule will say, where it tells."""

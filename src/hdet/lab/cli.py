@@ -1,4 +1,4 @@
-"""The command `hdet`: demo, train, find-lr, sweep, returns."""
+"""The command `hdet`: demo, train, find-lr, sweep, returns; and of `hdet.report` report, watch, export."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hdet.lab.options import CONTROLLERS, EXPLORABLE, OPTIMIZERS, SIZES, RunOpti
 from hdet.lab.tables import number, table
 from hdet.lab.tasks import TASKS
 from hdet.lab.worker import Job
+from hdet.report.commands import ReportError, add_commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             os._exit(error.exit_code)
         return error.exit_code
-    except LabError as error:
+    except (LabError, ReportError) as error:
         print(f"hdet: error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+        return getattr(error, "exit_code", 1)
     except KeyboardInterrupt:
         print("\nhdet: stopped", file=sys.stderr, flush=True)
         return InterruptedRunError.exit_code
@@ -86,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run_options(command, None)
     command.add_argument("--seeds", type=int, default=1, help="seeds per row, from --seed on (default: 1)")
     command.add_argument("--sizes", type=_counts, default=(2, 4, 8, 16), metavar="N,N", help="default: 2,4,8,16")
+    add_commands(commands)
     return parser
 
 

@@ -1,0 +1,134 @@
+"""A run as it lies on disk: its records, what the lab adds to them, and whether it still goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from hdet.json_lines import append
+
+_SECONDS_TO_STALL = 30.0
+_ROUNDS_TO_STALL = 10
+
+
+class Status(NamedTuple):
+    """Whether a run goes on, in a word and in a sentence."""
+
+    state: Literal["waiting", "running", "stalled", "cut off", "ended"]
+    text: str
+
+
+class Run:
+    """One run: a folder with rounds.jsonl, or such a file itself. `refresh()` reads what was added since.
+
+    Attributes:
+        path: the file.
+        name: what it is called: the folder's name, or the file's.
+        lines: the rounds, as `hdet.json_lines` has them.
+        generation: goes up when rounds that were read before have changed.
+        losses: step and mean training loss, from the lab's losses.jsonl.
+        result: the lab's result.json; None without it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        given = Path(path)
+        self.path = given if given.suffix == ".jsonl" else given / "rounds.jsonl"
+        self.name = (given if given.suffix != ".jsonl" else given.with_suffix("")).resolve().name
+        self.lines: list[dict[str, Any]] = []
+        self.generation = 0
+        self.losses: list[tuple[int, float | None]] = []
+        self.result: dict[str, Any] | None = None
+        self._read = 0
+        self._identity = 0
+
+    def refresh(self) -> bool:
+        """Read what is new; whether anything was."""
+        before = self._read, self.generation, len(self.losses), self.result
+        with _open(self.path) as file:
+            about = os.fstat(file.fileno())
+            if about.st_ino != self._identity or about.st_size < self._read:  # another run in its place
+                self.lines, self._read, self._identity = [], 0, about.st_ino
+                self.generation += 1
+            file.seek(self._read)
+            data = file.read()
+        size = len(self.lines)
+        fresh: list[dict[str, Any]] = []
+        self._read += append(fresh, data, self.path)
+        for line in fresh:
+            while self.lines and self.lines[-1]["round"] >= line["round"]:
+                self.lines.pop()
+            self.generation += len(self.lines) < size
+            size = len(self.lines)
+            self.lines.append(line)
+            size += 1
+        self._read_folder()
+        return before != (self._read, self.generation, len(self.losses), self.result)
+
+    def status(self, now: float) -> Status:
+        """Whether it goes on, from what it has written and whether the process that wrote it is there."""
+        if not self.lines:
+            return Status("waiting", "no round has ended yet")
+        last = self.lines[-1]
+        step, total = last["step"], last.get("total_steps")
+        where = f"step {step:,}" if total is None else f"step {step:,} of {total:,}"
+        if last.get("last") or self.result is not None:
+            return Status("ended", f"ended at {where}")
+        ago = max(0.0, now - self._written())
+        alive = _alive(last.get("written_by", ""))
+        if alive is False:
+            return Status("cut off", f"cut off at {where}: the process that wrote it is gone and had not finished")
+        seconds = [line["round_seconds"] for line in self.lines[-_ROUNDS_TO_STALL:] if line.get("round_seconds")]
+        patience = max(_SECONDS_TO_STALL, _ROUNDS_TO_STALL * statistics.median(seconds) if seconds else 0.0)
+        if ago <= patience:
+            return Status("running", f"running, at {where}")
+        doubt = "" if alive else ", or was cut off"
+        return Status("stalled", f"stalled{doubt} at {where}: nothing was written for {_duration(ago)}")
+
+    def _written(self) -> float:
+        """When anything of it was last written."""
+        files = [self.path, self.path.with_name("losses.jsonl")]
+        return max(file.stat().st_mtime for file in files if file.exists())
+
+    def _read_folder(self) -> None:
+        path = self.path.with_name("losses.jsonl")
+        if self.path.name == "rounds.jsonl" and path.exists():
+            text = path.read_text()
+            lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+            self.losses = [(line["step"], line["loss"]) for line in lines]
+        result = self.path.with_name("result.json")
+        self.result = json.loads(result.read_text()) if result.exists() else None
+
+
+def _open(path: Path) -> Any:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{path} cannot be read ({error.strerror}); give a run folder, or the file that hdet.JSONLines writes"
+        ) from error
+
+
+def _alive(written_by: str) -> bool | None:
+    """Whether the process still runs; None if that cannot be told from this machine."""
+    host, _, pid = written_by.rpartition(":")
+    if host != socket.gethostname() or not pid.isdigit():
+        return None
+    try:
+        os.kill(int(pid), 0)
+        stat = Path(f"/proc/{pid}/stat")
+        return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] in "ZX")  # ended, not yet buried
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OSError):
+        return True
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
