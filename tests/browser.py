@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 from playwright.sync_api import sync_playwright
 
@@ -60,21 +61,31 @@ class Page:
         self.tab.on("dialog", lambda dialog: (self.errors.append(f"dialog {dialog.message}"), dialog.dismiss()))
         self.tab.on("request", lambda request: self.requests.append(request.url))
         self.tab.goto(url)
-        self.tab.wait_for_selector("body[data-ready=yes]")
+        self.wait("document.body.dataset.ready || 0")
 
     def ask(self, script):
         """What a JavaScript expression says."""
         return self.tab.evaluate(script)
 
+    def wait(self, script, seconds=20):
+        """Wait until a JavaScript expression is true. The page's policy forbids playwright's own way, which is eval."""
+        end = time.monotonic() + seconds
+        while not self.ask(script):
+            assert time.monotonic() < end, f"it did not happen: {script}; the page said {self.errors}"
+            time.sleep(0.02)
+
     def hover(self, chart, index):
         """Point at a round of a chart; the words of its legend, by label."""
+        self.ask(f"""charts[{chart!r}].plot.root.scrollIntoView({{block: "center"}})""")
+        self.tab.wait_for_timeout(60)  # uPlot notes where it is after a scroll
         x, y = self.ask(
-            f"""() => {{ const u = charts[{chart!r}].plot, b = u.over.getBoundingClientRect();
-            u.root.scrollIntoView({{block: "center"}}); const c = u.over.getBoundingClientRect();
-            return [c.left + u.valToPos(u.data[0][{index}], "x"), c.top + b.height / 2]; }}"""
+            f"""() => {{ const u = charts[{chart!r}].plot, box = u.over.getBoundingClientRect();
+            const x = u.valToPos(u.data[0][{index}], "x");
+            return [box.left + Math.max(2, Math.min(x, box.width - 2)), box.top + box.height / 2]; }}"""
         )
+        self.tab.mouse.move(x - 1, y - 1)
         self.tab.mouse.move(x, y)
-        self.tab.wait_for_timeout(100)
+        self.tab.wait_for_timeout(60)
         return self.ask(
             f"""() => Object.fromEntries([...charts[{chart!r}].plot.root.querySelectorAll(".u-series")].map(
             (row) => [row.querySelector(".u-label").textContent, row.querySelector(".u-value").textContent]))"""
@@ -83,8 +94,9 @@ class Page:
     def drawn(self, chart):
         """How many pixels of a chart are not empty."""
         return self.ask(
-            f"""() => {{ const c = charts[{chart!r}].plot.ctx.canvas;
-            return c.getContext("2d").getImageData(0, 0, c.width, c.height).data.filter((x, i) => i % 4 == 3 && x).length; }}"""
+            f"""() => {{ const canvas = charts[{chart!r}].plot.ctx.canvas;
+            const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+            return pixels.filter((x, i) => i % 4 == 3 && x).length; }}"""
         )
 
     def close(self):

@@ -34,7 +34,20 @@ def make_records(rounds, replicas=8, names=("learning_rate",), seed=0, total=Non
         ends = last and number == rounds - 1
         seconds = 0.5 + draw.random() / 10
         yield RoundRecord(
-            number, step, True, scores, rows, probe, start if number else None, seconds, 0.01, 0.05, events, 5, total, ends
+            number,
+            step,
+            True,
+            scores,
+            rows,
+            probe,
+            start if number else None,
+            seconds,
+            0.01,
+            0.05,
+            events,
+            5,
+            total,
+            ends,
         )
         scale = after
 

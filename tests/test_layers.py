@@ -16,6 +16,8 @@ MAY_IMPORT = {
     "record": set(),
     "json_lines": {"record", "replicas"},
     "replay": {"arguments", "hooks", "record"},
+    "progress": {"record", "replicas"},
+    "trackers": {"record", "replicas"},
     "report": {"controllers", "json_lines", "record", "replay"},
     "replicas": set(),
     "restore": set(),

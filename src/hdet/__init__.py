@@ -3,6 +3,7 @@
 Read `hdet.ensemble` first: its `step()` is the protocol.
 """
 
+from hdet import trackers
 from hdet.controllers import Auto, Controller, Fixed, LineSearch, Observation, Plan, Report, Slope, Softmax
 from hdet.ensemble import Ensemble
 from hdet.hyperparameters.hyperparameter import Hyperparameter
@@ -12,6 +13,7 @@ from hdet.in_process import ReplicaError, data_parallel, in_process
 from hdet.json_lines import JSONLines, read_records
 from hdet.one_cycle import OneCycleAutoLR
 from hdet.probe.probe import Probe
+from hdet.progress import Progress, describe
 from hdet.range_test.find_lr import FindLRError, find_lr
 from hdet.range_test.found_rate import FoundRate
 from hdet.record import HyperparameterRecord, RoundRecord, metrics
@@ -37,6 +39,7 @@ __all__ = [
     "OneCycleAutoLR",
     "Plan",
     "Probe",
+    "Progress",
     "ReplayLR",
     "ReplicaError",
     "Report",
@@ -47,6 +50,7 @@ __all__ = [
     "Softmax",
     "attribute",
     "data_parallel",
+    "describe",
     "dropout",
     "find_lr",
     "find_replicas",
@@ -57,6 +61,7 @@ __all__ = [
     "momentum",
     "read_records",
     "scalar",
+    "trackers",
     "warm_init",
     "weight_decay",
 ]

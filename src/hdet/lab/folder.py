@@ -33,6 +33,7 @@ class RunFolder:
         self.path = Path(path)
         with _clearly(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+        self.last_round: RoundRecord | None = None
         self._rounds = JSONLines(self.path / "rounds.jsonl")
 
     def write(self, name: str, value: Any) -> None:
@@ -49,6 +50,7 @@ class RunFolder:
 
     def record(self, record: RoundRecord) -> None:
         """One line of rounds.jsonl."""
+        self.last_round = record
         with _clearly(self.path / "rounds.jsonl"):
             self._rounds(record)
 

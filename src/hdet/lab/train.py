@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import Auto, Ensemble, FoundRate, data_parallel, find_replicas
+from hdet import Auto, Ensemble, FoundRate, data_parallel, describe, find_replicas
 from hdet.lab.finder import find
 from hdet.lab.folder import RunFolder, plain
 from hdet.lab.options import RunOptions
@@ -125,7 +125,9 @@ class _Meter:
         self.last = sum(row[0] for row in everyone) / len(everyone)
         if self._files is not None:
             self._files.append("losses.jsonl", {"step": step, "loss": self.last, "lr": self._rate})
-            self._progress.show(step, self.last, f"{self._rate:.1e}")
+            last = self._files.last_round
+            did = "" if last is None else f"; round {last.round}: {describe(last)}"
+            self._progress.show(step, self.last, f"{self._rate:.1e}{did}")
 
     def _center(self) -> float:
         """The first parameter group's learning rate: the schedule, and what a controller has made of it."""

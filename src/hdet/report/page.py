@@ -25,7 +25,6 @@ def run_data(run: Run, since: int = 0, now: float | None = None) -> dict[str, An
     status = run.status(time.time() if now is None else now)
     replicas = len(run.lines[-1]["scores"]) if run.lines else 0
     every = max(1, len(run.losses) // _MOST_LOSSES)
-    held_out = ((run.result or {}).get("held_out") or {}).get("loss")
     return {
         "name": run.name,
         "generation": run.generation,
@@ -37,7 +36,7 @@ def run_data(run: Run, since: int = 0, now: float | None = None) -> dict[str, An
         "state": status.state,
         "status": status.text,
         "summary": summary(run.lines, status),
-        "held_out": held_out,
+        "held_out": run.held_out,
         "losses": [list(column) for column in zip(*run.losses[::every], strict=True)] or [[], []],
         "events": events(run.lines, since),
         "columns": columns(run.lines, since),

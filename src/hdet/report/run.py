@@ -13,6 +13,8 @@ from hdet.json_lines import append
 
 _SECONDS_TO_STALL = 30.0
 _ROUNDS_TO_STALL = 10
+_SECONDS = ("round_seconds", "converge_seconds", "probe_seconds")
+_ROW = ("base", "center", "scale", "scale_before", "proposed_scale", "estimate", "error")
 
 
 class Status(NamedTuple):
@@ -58,7 +60,7 @@ class Run:
         size = len(self.lines)
         fresh: list[dict[str, Any]] = []
         self._read += append(fresh, data, self.path)
-        for line in fresh:
+        for line in map(_cleaned, fresh):
             while self.lines and self.lines[-1]["round"] >= line["round"]:
                 self.lines.pop()
             self.generation += len(self.lines) < size
@@ -88,6 +90,11 @@ class Run:
         doubt = "" if alive else ", or was cut off"
         return Status("stalled", f"stalled{doubt} at {where}: nothing was written for {_duration(ago)}")
 
+    @property
+    def held_out(self) -> float | None:
+        """The held-out loss at the end, where the lab has measured it."""
+        return _number(((self.result or {}).get("held_out") or {}).get("loss"))
+
     def _written(self) -> float:
         """When anything of it was last written."""
         files = [self.path, self.path.with_name("losses.jsonl")]
@@ -98,9 +105,28 @@ class Run:
         if self.path.name == "rounds.jsonl" and path.exists():
             text = path.read_text()
             lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-            self.losses = [(line["step"], line["loss"]) for line in lines]
+            self.losses = [(int(line["step"]), _number(line["loss"])) for line in lines]
         result = self.path.with_name("result.json")
         self.result = json.loads(result.read_text()) if result.exists() else None
+
+
+def _cleaned(line: dict[str, Any]) -> dict[str, Any]:
+    """A line in which what must be a number is one, or None: another program may have written it."""
+    line.update({key: _numbers(line.get(key)) for key in ("scores", "probe")})
+    line.update({key: _number(line.get(key)) for key in ("start", *_SECONDS)})
+    for row in line["hyperparameters"].values():
+        row["values"] = _numbers(row.get("values"))
+        row.update({key: _number(row.get(key)) for key in _ROW})
+        row["memory"] = {key: _number(value) for key, value in (row.get("memory") or {}).items()}
+    return line
+
+
+def _numbers(values: Any) -> list[float | None]:
+    return [_number(value) for value in values] if isinstance(values, list) else []
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def _open(path: Path) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hdet.report.run import Status
 
+_HIGHEST = ("center", "base")
 _MOST_NAMES = 4  # hyperparameters that are told one by one
 _ALARMS = re.compile(r"rolled back|quarantin|diverge|not finite", re.IGNORECASE)
 _CLOSE = 0.1  # of the rounds: nearer to a half than that is no preference
@@ -81,7 +82,9 @@ def _controller(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str
             continue
         now = f"{name}: now x{_number(rows[-1]['scale'])} of the schedule, moved in {_count(len(moved), 'round')}."
         why = f" ({_why(moved[-1])})" if _why(moved[-1]) else ""
-        said.append(f"{now} Last: {moved[-1]['decision']}{why}.")
+        center, base = (max((row[key] for row in rows if row[key] is not None), default=None) for key in _HIGHEST)
+        highest = f"At most {_number(center)}, where the schedule has {_number(base)}."
+        said.append(f"{now} {highest} Last: {moved[-1]['decision']}{why}.")
     return " ".join(said)
 
 
@@ -144,7 +147,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _number(x: float | None) -> str:
-    return "?" if x is None else f"{x:.3g}"
+    return "?" if x is None else f"{x:,.0f}" if 1000 <= abs(x) < 1e6 else f"{x:.3g}"
 
 
 def _seconds(seconds: float) -> str:

@@ -3,7 +3,8 @@
 const HEIGHT = 260, MOST_DOTS = 3000;
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const shade = (replica) => `hsl(${(replica * 137.5 + 210) % 360} 62% ${css("--lightness")})`;
-const text = (x) => x == null ? "-" : Number.isInteger(x) && Math.abs(x) < 1e6 ? x.toLocaleString("en") : String(Number(x.toPrecision(4)));
+const text = (x) => x == null ? "-" : Number.isInteger(x) && Math.abs(x) < 1e6 ? x.toLocaleString("en")
+  : Math.abs(x) < 1e-3 || Math.abs(x) >= 1e6 ? x.toExponential(3) : String(Number(x.toPrecision(4)));
 const tick = (x) => x == null ? "" : x !== 0 && (Math.abs(x) < 1e-3 || Math.abs(x) >= 1e6) ? x.toExponential().replace("e+", "e") : String(Number(x.toPrecision(6)));
 const positive = (column) => column.map((x) => x > 0 ? x : null);
 const shown = (_, x) => text(x);
@@ -15,6 +16,10 @@ class Chart {
     this.onChoose = onChoose;
     new ResizeObserver(() => this.plot && this.plot.setSize({ width: this.width(), height: HEIGHT })).observe(this.element);
   }
+  rest(at) {  // while nobody points at the chart, its legend shows the chosen round
+    this.at = at;  // later, as uPlot clears it when it has drawn
+    setTimeout(() => { if (at != null && !this.element.matches(":hover")) this.plot.setLegend({ idx: at }); });
+  }
   width() { return Math.max(240, this.element.clientWidth); }
   draw(spec) {
     const key = JSON.stringify(spec.key);
@@ -23,6 +28,7 @@ class Chart {
       const zoomed = all.length > 1 && (x.min > all[0] || x.max < all[all.length - 1]);
       this.plot.setData(spec.data, !zoomed);
       if (zoomed) this.plot.redraw();
+      this.rest(spec.at);
       return;
     }
     if (this.plot) this.plot.destroy();
@@ -40,6 +46,8 @@ class Chart {
       cursor: { sync: spec.own ? undefined : { key: "rounds" }, drag: { x: true, y: false }, points: { size: 7 } },
       legend: { live: true },
     }, spec.data, this.element);
+    this.rest(spec.at);
+    this.plot.over.addEventListener("mouseleave", () => this.rest(this.at));
     if (this.onChoose) {
       let from = 0;
       this.plot.over.addEventListener("mousedown", (event) => { from = event.clientX; });
@@ -60,7 +68,7 @@ const edge = (label) => ({ label, stroke: "transparent", width: 0, points: { sho
 function replicas(run, columns, long, color) {
   if (!run.many) {
     const size = columns.length ? columns[0].length : 0;
-    const make = size <= MOST_DOTS ? dots : long;
+    const make = size <= MOST_DOTS ? (label, color) => dots(label, color, size <= 150 ? 5 : 3) : long;
     return { data: columns, series: columns.map((_, k) => make(`replica ${k}`, shade(k))), bands: [] };
   }
   const names = ["lowest", "lower quarter", "median", "upper quarter", "highest"];
@@ -91,12 +99,20 @@ function fan(run, hyper, view, log) {
 }
 
 function loss(run, view, log) {
-  const columns = run.columns, probe = view === "probe";
+  const columns = run.columns, against = view === "against the mean";
+  const probe = view === "probe" || (against && columns.probe.some((column) => column.some((x) => x != null)));
   const clean = (column) => log ? positive(column) : column;
   const known = columns.mean.some((x) => x != null);
   if (!known && !probe && run.losses[0].length) {  // nothing was gathered, but the run wrote its mean loss
     return { key: ["loss", run.name, "mean", log, css("--lightness")], x: "step", y: "training loss", log, own: true,
       series: [line("mean of the replicas", css("--accent"))], data: [run.losses[0], clean(run.losses[1])] };
+  }
+  if (against) {  // who was better than the others, round by round
+    const judged = probe ? columns.probe : columns.scores;
+    const mean = columns.step.map((_, i) => { const row = judged.map((c) => c[i]).filter((x) => x != null); return row.reduce((s, x) => s + x, 0) / row.length; });
+    const tried = replicas(run, judged.map((column) => column.map((x, i) => x == null ? null : x - mean[i])), line, css("--accent"));
+    return { key: ["loss", run.name, view, run.replicas, dotted(run), css("--lightness")], x: "step", y: "loss - mean of the round", bands: tried.bands,
+      series: tried.series, data: [columns.step, ...tried.data] };
   }
   const thin = (label, color) => line(label, color, { width: 1 });
   const tried = replicas(run, (probe ? columns.probe : columns.scores).map(clean), thin, css("--accent"));
@@ -114,15 +130,15 @@ function factor(run, hyper, log) {
   const told = run.columns.hyperparameters[hyper];
   const reach = (sign) => told.estimate.map((d, i) => d == null || told.error[i] == null || told.scale_before[i] == null ? null
     : told.scale_before[i] * Math.exp(Math.max(-40, Math.min(40, d + sign * 2 * told.error[i]))));
-  const known = told.scale.filter((x) => x > 0);
+  const known = told.scale.filter((x) => x > 0), at = new Set(run.events.map(([index]) => index));
   const low = Math.min(1, ...extent(known)), high = Math.max(1, ...extent(known));
   const room = log ? (x, up) => up ? x * 2 : x / 2 : (x, up) => up ? x + 0.25 * (high - low) + 0.05 : Math.max(0, x - 0.25 * (high - low) - 0.05);
   return {
     key: ["factor", run.name, hyper, log, css("--lightness")], x: "step", y: "times the schedule", log, range: () => [room(low, false), room(high, true)],
     bands: [{ series: [2, 1], fill: css("--band") }],
     series: [edge("evidence, from"), edge("to (2 standard errors)"), line("1 = schedule", css("--muted"), { dash: [6, 4], width: 1.5 }),
-             line("factor", css("--accent"), { paths: uPlot.paths.stepped({ align: 1 }) })],
-    data: [run.columns.step, reach(-1), reach(1), told.scale.map(() => 1), told.scale],
+             line("factor", css("--accent"), { paths: uPlot.paths.stepped({ align: 1 }) }), dots("event", css("--bad"), 9)],
+    data: [run.columns.step, reach(-1), reach(1), told.scale.map(() => 1), told.scale, told.scale.map((x, i) => at.has(i) ? x : null)],
   };
 }
 
