@@ -78,7 +78,7 @@ def test_the_charts_are_drawn_and_hover_says_what_the_records_say(browser, run_f
         told = seen.hover("loss", index)
         assert [number(told[f"replica {k}"]) for k in range(4)] == [close_to(x) for x in record.probe]
         if index < 119:
-            assert number(told["consensus, on the next probe"]) == close_to(records[index + 1].start)
+            assert number(told["consensus, next probe"]) == close_to(records[index + 1].start)
         told = seen.hover("scale", index)
         assert number(told["factor"]) == close_to(row.scale)
         high = row.scale_before * math.exp(row.estimate + 2 * row.error)
@@ -189,8 +189,8 @@ def test_hostile_names_and_values_inject_nothing(browser, tmp_path):
         seen = Page(browser, url)
         for index in range(len(HOSTILE)):
             seen.tab.select_option("#hyper", index=index)
-            for chart in CHARTS:
-                seen.hover(chart, 0)
+            seen.hover("fan", index)
+        seen.hover("line", 0)
         seen.tab.click("#rounds tr:nth-child(2)")
         assert seen.ask("typeof hacked") == "undefined"
         assert seen.ask("document.querySelectorAll('img, svg, iframe, b:not(#events b), script:not([id])').length") == 3
@@ -343,12 +343,12 @@ def test_the_report_of_a_killed_run_says_that_it_is_cut_off(browser, tmp_path, c
     seen.close()
 
 
-def test_pictures(run_folder, tmp_path):
+def test_pictures(tmp_path):
     write_run(tmp_path / "$run_{", 30, 20, ("learning_rate", "$\\frac{"))
-    for folder in (run_folder[0], tmp_path / "$run_{"):
-        report(folder, "--pictures", "--round", "7")
-        for name in ("fan", "factor", "losses", "line_search", "cost"):
-            assert (folder / f"{name}.png").stat().st_size > 5000
+    folder = tmp_path / "$run_{"
+    report(folder, "--pictures", "--round", "7")
+    for name in ("fan", "factor", "losses", "line_search", "cost"):
+        assert (folder / f"{name}.png").stat().st_size > 5000
 
 
 def test_export_writes_what_replay_reads(run_folder, capsys):

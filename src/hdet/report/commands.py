@@ -59,14 +59,15 @@ def _report(arguments: argparse.Namespace) -> str:
     from hdet.report.page import write_page  # noqa: PLC0415
     from hdet.report.summary import summary  # noqa: PLC0415
 
-    runs = [_read(path) for path in arguments.runs]
+    runs = [_read(path, plain=True) for path in arguments.runs]
     output = arguments.output or runs[0].path.with_name("report.html")
     chosen = None if arguments.round is None else _index(runs[0], arguments.round)
     write_page(runs, output, chosen)
     said = []
     for run in runs:
         told = summary(run.lines, run.status(time.time()))
-        said += [run.name, *(f"  {part['title'] + ':':<12}{part['text']}" for part in told), ""]
+        rows = [f"  {part['title'] + ':':<12}{part['text']}".replace("\n", f"\n{'':14}") for part in told]
+        said += [run.name, *rows, ""]
     if arguments.pictures:
         from hdet.report.pictures import draw  # noqa: PLC0415
 
@@ -104,10 +105,11 @@ def _export(arguments: argparse.Namespace) -> str:
     )
 
 
-def _read(path: Path) -> Run:
+def _read(path: Path, plain: bool = False) -> Run:
+    """A run; a plain one, which has losses and no rounds, if it may be."""
     run = Run(path)
     run.refresh()
-    if not run.lines:
+    if not run.lines and not (plain and run.losses):
         raise ValueError(f"{run.path} holds no round yet; wait for the first one")
     return run
 

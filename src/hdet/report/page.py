@@ -9,6 +9,7 @@ import html
 import json
 import os
 import time
+import zlib
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
@@ -20,14 +21,21 @@ from hdet.report.summary import summary
 _MOST_LOSSES = 20_000  # lines of the lab's losses that are drawn
 
 
+def version(run: Run, now: float) -> str:
+    """What changes when there is something new to show: generation, rounds, and the rest in a number."""
+    rest = json.dumps([run.status(now), run.held_out, len(run.losses)])
+    return f"{run.generation}:{len(run.lines)}:{zlib.crc32(rest.encode())}"
+
+
 def run_data(run: Run, since: int = 0, now: float | None = None) -> dict[str, Any]:
     """What the page is told of a run; its rounds from `since` on."""
-    status = run.status(time.time() if now is None else now)
+    now = time.time() if now is None else now
+    status = run.status(now)
     replicas = len(run.lines[-1]["scores"]) if run.lines else 0
     every = max(1, len(run.losses) // _MOST_LOSSES)
     return {
         "name": run.name,
-        "generation": run.generation,
+        "version": version(run, now),
         "since": since,
         "rounds": len(run.lines),
         "replicas": replicas,
@@ -37,7 +45,7 @@ def run_data(run: Run, since: int = 0, now: float | None = None) -> dict[str, An
         "status": status.text,
         "summary": summary(run.lines, status),
         "held_out": run.held_out,
-        "losses": [list(column) for column in zip(*run.losses[::every], strict=True)] or [[], []],
+        "losses": [list(column) for column in zip(*run.losses[::every], strict=True)] or [[], [], []],
         "events": events(run.lines, since),
         "columns": columns(run.lines, since),
         "points": points(run.lines, since),

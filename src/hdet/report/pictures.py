@@ -104,7 +104,7 @@ def _losses(axis: Any, told: dict[str, Any], run: Run) -> None:
     elif any(x is not None for x in told["mean"]):
         axis.plot(steps, _nan(told["mean"]), "k-", linewidth=1.2, label="mean of the replicas")
     elif run.losses:
-        axis.plot(*zip(*[(s, math.nan if x is None else x) for s, x in run.losses], strict=True), label="mean")
+        axis.plot(*zip(*[(s, math.nan if x is None else x) for s, x, _ in run.losses], strict=True), label="mean")
     axis.set_xlabel("step")
     axis.set_ylabel("loss on the probe" if judged is told["probe"] else "training loss of the round")
     axis.legend(fontsize="small") if axis.get_legend_handles_labels()[0] else None

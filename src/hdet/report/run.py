@@ -32,7 +32,7 @@ class Run:
         name: what it is called: the folder's name, or the file's.
         lines: the rounds, as `hdet.json_lines` has them.
         generation: goes up when rounds that were read before have changed.
-        losses: step and mean training loss, from the lab's losses.jsonl.
+        losses: step, mean training loss and learning rate, from the lab's losses.jsonl.
         result: the lab's result.json; None without it.
     """
 
@@ -42,7 +42,7 @@ class Run:
         self.name = (given if given.suffix != ".jsonl" else given.with_suffix("")).resolve().name
         self.lines: list[dict[str, Any]] = []
         self.generation = 0
-        self.losses: list[tuple[int, float | None]] = []
+        self.losses: list[tuple[int, float | None, float | None]] = []
         self.result: dict[str, Any] | None = None
         self._read = 0
         self._identity = 0
@@ -50,6 +50,9 @@ class Run:
     def refresh(self) -> bool:
         """Read what is new; whether anything was."""
         before = self._read, self.generation, len(self.losses), self.result
+        self._read_folder()
+        if self.losses and not self.path.exists():  # a plain run of the lab: nothing but losses
+            return before != (self._read, self.generation, len(self.losses), self.result)
         with _open(self.path) as file:
             about = os.fstat(file.fileno())
             if about.st_ino != self._identity or about.st_size < self._read:  # another run in its place
@@ -67,14 +70,13 @@ class Run:
             size = len(self.lines)
             self.lines.append(line)
             size += 1
-        self._read_folder()
         return before != (self._read, self.generation, len(self.losses), self.result)
 
     def status(self, now: float) -> Status:
         """Whether it goes on, from what it has written and whether the process that wrote it is there."""
-        if not self.lines:
+        if not self.lines and not self.losses:
             return Status("waiting", "no round has ended yet")
-        last = self.lines[-1]
+        last: dict[str, Any] = self.lines[-1] if self.lines else {"step": self.losses[-1][0]}
         step, total = last["step"], last.get("total_steps")
         where = f"step {step:,}" if total is None else f"step {step:,} of {total:,}"
         if last.get("last") or self.result is not None:
@@ -91,6 +93,11 @@ class Run:
         return Status("stalled", f"stalled{doubt} at {where}: nothing was written for {_duration(ago)}")
 
     @property
+    def exists(self) -> bool:
+        """Whether it has begun."""
+        return self.path.exists() or self.path.with_name("losses.jsonl").exists()
+
+    @property
     def held_out(self) -> float | None:
         """The held-out loss at the end, where the lab has measured it."""
         return _number(((self.result or {}).get("held_out") or {}).get("loss"))
@@ -105,7 +112,7 @@ class Run:
         if self.path.name == "rounds.jsonl" and path.exists():
             text = path.read_text()
             lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-            self.losses = [(int(line["step"]), _number(line["loss"])) for line in lines]
+            self.losses = [(int(line["step"]), _number(line["loss"]), _number(line.get("lr"))) for line in lines]
         result = self.path.with_name("result.json")
         self.result = json.loads(result.read_text()) if result.exists() else None
 

@@ -16,9 +16,10 @@ _CLOSE = 0.1  # of the rounds: nearer to a half than that is no preference
 
 
 def summary(lines: Sequence[Mapping[str, Any]], status: Status) -> list[dict[str, str]]:
-    """Titles and texts, the last one with a `tone`: good, or bad if someone should look."""
+    """Titles and texts of a few lines, the last one with a `tone`: good, or bad if someone should look."""
     if not lines:
-        return [{"title": "Health", "text": status.text, "tone": "good"}]
+        tone = "good" if status.state in ("waiting", "running", "ended") else "bad"
+        return [{"title": "Health", "text": f"{status.text}; no rounds are recorded.", "tone": tone}]
     names = _told(lines[-1]["hyperparameters"])
     return [
         {"title": "Tried", "text": _tried(lines, names)},
@@ -46,7 +47,7 @@ def _tried(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
             said.append(f"{name}: {low / row['center']:.2f} to {high / row['center']:.2f} times its center.")
         else:
             said.append(f"{name}: {low:.3g} to {high:.3g}.")
-    return " ".join(said)
+    return "\n".join(said)
 
 
 def _won(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
@@ -68,7 +69,7 @@ def _won(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
         else:
             side = "higher" if share > 0.5 else "lower"
             said.append(f"{name}: the {side} values, in {max(share, 1 - share):.0%} of {_count(rounds, 'round')}.")
-    return " ".join(said) or "No replica was compared with another."
+    return "\n".join(said) or "No replica was compared with another."
 
 
 def _controller(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
@@ -85,7 +86,7 @@ def _controller(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str
         center, base = (max((row[key] for row in rows if row[key] is not None), default=None) for key in _HIGHEST)
         highest = f"At most {_number(center)}, where the schedule has {_number(base)}."
         said.append(f"{now} {highest} Last: {moved[-1]['decision']}{why}.")
-    return " ".join(said)
+    return "\n".join(said)
 
 
 def _why(row: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from hdet.report.page import page, run_data
+from hdet.report.page import page, run_data, version
 from hdet.report.run import Run
 
 _ADDRESS = "127.0.0.1"
@@ -30,7 +30,6 @@ class Watch:
 
     def __init__(self, runs: Sequence[Run], port: int = 0) -> None:
         self._runs = list(runs)
-        self._said: list[tuple[Any, ...]] = [()] * len(self._runs)
         self._lock = threading.Lock()  # runs are read by one request at a time
         self._server = ThreadingHTTPServer((_ADDRESS, port), self._handler())
         self._server.daemon_threads = True
@@ -50,29 +49,19 @@ class Watch:
     def page(self) -> str:
         """The page as it is now."""
         with self._lock:
-            return page([self._data(run, 0) for run in self._runs], live=True)
+            for run in self._runs:
+                _refresh(run)
+            return page([run_data(run) for run in self._runs], live=True)
 
-    def news(self, have: Sequence[tuple[int, int]]) -> list[dict[str, Any] | None]:
-        """What a page does not have yet, by run: it says which generation it has, and how many rounds of it."""
+    def news(self, have: Sequence[str]) -> list[dict[str, Any] | None]:
+        """What a page does not have yet, by run; it says which version of each it has."""
         with self._lock:
-            found: list[dict[str, Any] | None] = []
-            for run, (generation, rounds) in zip(self._runs, have, strict=True):
-                since = rounds if _refreshed(run) == generation else 0
-                new = self._data(run, since)
-                # The losses of a run are long, and its words are the same most of the time.
-                unchanged = since and new["rounds"] == since and generation == run.generation
-                found.append(None if unchanged and self._same_words(run, new) else new)
-            return found
-
-    def _same_words(self, run: Run, new: dict[str, Any]) -> bool:
-        index = self._runs.index(run)
-        words = (new["state"], new["status"].partition(": ")[0], new["held_out"])
-        same, self._said[index] = self._said[index] == words, words
-        return same and new["state"] not in ("stalled", "cut off")  # these say since when
-
-    def _data(self, run: Run, since: int) -> dict[str, Any]:
-        _refreshed(run)
-        return run_data(run, min(since, len(run.lines)))
+            for run in self._runs:
+                _refresh(run)
+            return [
+                None if told == version(run, time.time()) else run_data(run, _since(run, told))
+                for run, told in zip(self._runs, have, strict=True)
+            ]
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         watch = self
@@ -89,7 +78,8 @@ class Watch:
                     if url.path == "/":
                         self._answer(HTTPStatus.OK, "text/html", watch.page())
                     elif url.path == "/data":
-                        have = _have(parse_qs(url.query).get("have", [""])[0], len(watch._runs))
+                        have = parse_qs(url.query).get("have", [""])[0].split(",")
+                        have = have if len(have) == len(watch._runs) else [""] * len(watch._runs)
                         self._answer(
                             HTTPStatus.OK, "application/json", json.dumps({"runs": watch.news(have)}, allow_nan=False)
                         )
@@ -114,23 +104,16 @@ class Watch:
         return Handler
 
 
-def wait_for(run: Run, seconds: float, every: float = 0.2) -> bool:
-    """Whether the file of a run is there, or comes within that time."""
-    end = time.monotonic() + seconds
-    while not run.path.exists() and time.monotonic() < end:
-        time.sleep(every)
-    return run.path.exists()
-
-
-def _refreshed(run: Run) -> int:
-    """The generation of a run, read anew; one that has not begun is empty."""
-    if run.path.exists():
+def _refresh(run: Run) -> None:
+    """Read what is new; a run that has not begun is empty."""
+    if run.exists:
         run.refresh()
-    return run.generation
 
 
-def _have(text: str, runs: int) -> list[tuple[int, int]]:
-    pairs = [part.split(":") for part in text.split(",")]
-    if len(pairs) != runs or any(len(pair) != 2 or not all(x.isdigit() for x in pair) for pair in pairs):
-        return [(-1, 0)] * runs
-    return [(int(generation), int(rounds)) for generation, rounds in pairs]
+def _since(run: Run, version: str) -> int:
+    """How many rounds a page has of what the run is now."""
+    generation, _, rest = version.partition(":")
+    rounds = rest.partition(":")[0]
+    return (
+        int(rounds) if generation == str(run.generation) and rounds.isdigit() and int(rounds) <= len(run.lines) else 0
+    )

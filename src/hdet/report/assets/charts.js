@@ -119,7 +119,7 @@ function loss(run, view, log) {
   const center = probe ? [...columns.start.slice(1), null] : columns.mean;  // a round starts from the consensus of the last
   return {
     key: ["loss", run.name, view, log, run.replicas, dotted(run), css("--lightness")], x: "step", y: probe ? "loss on the probe" : "training loss of the round", log,
-    bands: tried.bands, series: [...tried.series, line(probe ? "consensus, on the next probe" : "mean of the replicas", css("--text"))],
+    bands: tried.bands, series: [...tried.series, line(probe ? "consensus, next probe" : "mean of the replicas", css("--text"))],
     data: [columns.step, ...tried.data, clean(center)],
   };
 }

@@ -20,6 +20,8 @@ function render() {
   const names = Object.keys(columns.hyperparameters);
   if (!names.includes(state.hyper)) state.hyper = names[0];
   renderWords(run, names);
+  renderRuns();
+  for (const part of document.querySelectorAll(".rounds-only")) part.hidden = !run.rounds;
   if (!run.rounds) return;
   const at = Math.min(state.chosen ?? run.rounds - 1, run.rounds - 1);
   const hyper = state.hyper, told = columns.hyperparameters[hyper];
@@ -39,7 +41,6 @@ function render() {
   renderLine(run, hyper, at);
   renderEvents(run);
   renderRounds(run, hyper, at);
-  renderRuns();
 }
 
 function renderWords(run, names) {
@@ -132,12 +133,14 @@ function renderRuns() {
   $("compare").hidden = state.runs.length < 2;
   if (state.runs.length < 2) return;
   const of = (run) => run.columns.mean.some((x) => x != null) ? [run.columns.step, run.columns.mean] : run.losses;
-  const center = (run) => run.columns.hyperparameters[state.hyper] && [run.columns.step, run.columns.hyperparameters[state.hyper].center];
+  const hyper = state.hyper ?? state.runs.flatMap((run) => Object.keys(run.columns.hyperparameters))[0] ?? "learning rate";
+  const center = (run) => run.columns.hyperparameters[hyper] ? [run.columns.step, run.columns.hyperparameters[hyper].center]
+    : run.rounds ? null : [run.losses[0], run.losses[2]];  // a plain run: its learning rate
   charts.compareLoss.draw(compare(state.runs, "training loss", of, state.logs.loss));
-  charts.compareCenter.draw(compare(state.runs, brief(state.hyper), center, state.logs.fan));
+  charts.compareCenter.draw(compare(state.runs, brief(hyper), center, state.logs.fan));
   const table = [row("th", ["run", "state", "rounds", "replicas", "last mean loss", "held-out loss", "factor", "overhead"])];
   state.runs.forEach((run, k) => {
-    const told = run.columns.hyperparameters[state.hyper], sum = (column) => column.reduce((s, x) => s + (x || 0), 0);
+    const told = run.columns.hyperparameters[hyper], sum = (column) => column.reduce((s, x) => s + (x || 0), 0);
     const c = run.columns, total = sum(c.round_seconds), mean = c.mean.filter((x) => x != null).pop();
     const cells = row("td", [brief(run.name), run.state, text(run.rounds), text(run.replicas), text(mean ?? run.losses[1].at(-1)), text(run.held_out),
       text(told ? told.scale.at(-1) : null), total ? `${text(100 * (sum(c.converge_seconds) + sum(c.probe_seconds)) / total)} %` : "-"]);
@@ -168,7 +171,7 @@ function merge(index, more) {
 
 async function poll() {
   try {
-    const have = state.runs.map((run) => `${run.generation}:${run.rounds}`).join(",");
+    const have = state.runs.map((run) => run.version).join(",");
     const answer = await fetch(`data?have=${have}`, { cache: "no-store" });
     if (!answer.ok) throw new Error(answer.statusText);
     const { runs } = await answer.json();
@@ -186,7 +189,7 @@ function theme(name) { document.documentElement.dataset.theme = name; render(); 
 
 async function begin() {
   const data = await unpack($("data").textContent);
-  Object.assign(state, { runs: data.runs, chosen: data.chosen });
+  Object.assign(state, { runs: data.runs, chosen: data.chosen, run: Math.max(0, data.runs.findIndex((run) => run.rounds)) });
   for (const id of ["fan", "loss", "scale", "cost"]) charts[id] = new Chart(id, choose);
   charts.line = new Chart("line");
   charts.compareLoss = new Chart("compare-loss");
