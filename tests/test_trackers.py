@@ -4,6 +4,7 @@ import json
 import math
 import struct
 import sys
+import time
 
 import pytest
 from runs import make_records
@@ -77,13 +78,15 @@ def test_wandb(tmp_path, monkeypatch):
     run.finish()
     from wandb.proto import wandb_internal_pb2
 
-    rows = []
-    for data in leveldb_log(next(tmp_path.glob("wandb/offline-run-*/*.wandb")).read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        items = record.history.item
-        rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
-    rows = [row for row in rows if "hdet/step" in row]
+    path, rows, end = next(tmp_path.glob("wandb/offline-run-*/*.wandb")), [], time.monotonic() + 30
+    while len(rows) < 3 and time.monotonic() < end:  # another process of wandb's writes it
+        rows = []
+        for data in leveldb_log(path.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            items = record.history.item
+            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+        rows = [row for row in rows if "hdet/step" in row]
     check(lambda name: {row["hdet/step"]: row[name] for row in rows if name in row})
     assert len(rows) == 3
 
