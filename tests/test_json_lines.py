@@ -3,11 +3,7 @@
 import dataclasses
 import json
 import math
-import os
-import signal
 import statistics
-import subprocess
-import sys
 import time
 
 import pytest
@@ -18,19 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 from hdet.json_lines import to_line
-
-KILLED = """
-import sys, time, torch, hdet
-model = torch.nn.Linear(2, 1)
-o = torch.optim.SGD(model.parameters(), lr=0.1)
-ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.0)], total_steps=10_000, interval=2,
-                         on_round=[hdet.JSONLines(sys.argv[1])])
-while True:
-    model(torch.ones(4, 2)).square().mean().backward()
-    o.step()
-    ensemble.step()
-    time.sleep(0.002)
-"""
 
 
 def loads(text):
@@ -178,21 +161,6 @@ def test_keys_of_later_versions_are_left_out(tmp_path):
     line["hyperparameters"]["learning_rate"]["colour"] = [1, 2]
     (tmp_path / "rounds.jsonl").write_text(json.dumps(line) + "\n")
     assert hdet.read_records(tmp_path / "rounds.jsonl") == [make_record()]
-
-
-def test_records_of_a_killed_run_load(tmp_path):
-    path = tmp_path / "rounds.jsonl"
-    child = subprocess.Popen([sys.executable, "-W", "ignore", "-c", KILLED, path])
-    deadline = time.monotonic() + 60
-    while not (path.exists() and path.read_bytes().count(b"\n") > 3):
-        assert child.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
-    read = hdet.read_records(path)
-    assert [r.step for r in read] == [2 * (k + 1) for k in range(len(read))]
-    assert not read[-1].last
 
 
 def test_a_record_costs_less_than_a_millisecond(tmp_path):

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
-from hdet.record import HyperparameterRecord, RoundRecord
+from hdet.record import RoundRecord
 from hdet.replicas import is_first
 
 
@@ -78,6 +78,7 @@ class Progress:
 def describe(record: RoundRecord) -> str:
     """A round in a few words.
 
+    >>> from hdet.record import HyperparameterRecord
     >>> rate = HyperparameterRecord(0.1, 0.2, (0.18, 0.22), 2.5, 2.5, scale_before=2.0)
     >>> describe(RoundRecord(3, 40, True, (2.25, 2.5), {"learning_rate": rate}, steps=10))
     'loss 2.250 to 2.500, learning_rate 0.2 (schedule 0.1), raised by 25 %'
@@ -97,13 +98,9 @@ def describe(record: RoundRecord) -> str:
 def _decisions(record: RoundRecord, rate: str | None) -> list[str]:
     moved = {name: row.decision for name, row in record.hyperparameters.items() if row.decision not in ("", "kept")}
     if not moved:
-        return [] if not _explored(record.hyperparameters.values()) else ["kept"]
+        return ["kept"] if any(row.explored for row in record.hyperparameters.values()) else []
     shown = [text if name == rate else f"{name} {text}" for name, text in moved.items()]
     return shown[:3] if len(shown) <= 3 else [*shown[:3], f"{len(shown) - 3} more"]
-
-
-def _explored(rows: Any) -> bool:
-    return any(isinstance(row, HyperparameterRecord) and row.explored for row in rows)
 
 
 def _where(record: RoundRecord) -> str:

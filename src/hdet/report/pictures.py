@@ -107,7 +107,8 @@ def _losses(axis: Any, told: dict[str, Any], run: Run) -> None:
         axis.plot(*zip(*[(s, math.nan if x is None else x) for s, x, _ in run.losses], strict=True), label="mean")
     axis.set_xlabel("step")
     axis.set_ylabel("loss on the probe" if judged is told["probe"] else "training loss of the round")
-    axis.legend(fontsize="small") if axis.get_legend_handles_labels()[0] else None
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize="small")
 
 
 def _line_search(axis: Any, told: dict[str, Any], name: str, at: int, run: Run) -> None:

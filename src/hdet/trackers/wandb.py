@@ -32,6 +32,4 @@ class WandB(Tracker):
             run.define_metric(step)
             run.define_metric(f"{self._prefix}*", step_metric=step)
             self._defined = True
-        for event in record.events:
-            run.alert(title="hdet", text=event) if "rolled back" in event else None
         run.log({**numbers, step: record.step})
