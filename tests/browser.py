@@ -1,7 +1,7 @@
 """A real browser without a screen: Chromium or Chrome, driven by playwright.
 
-Looked for on the machine; where there is none it is installed, by playwright or by apt. Without either the tests fail
-and say what to do: a page that nobody has opened is not tested.
+Looked for on the machine; where there is none it is installed, by apt or by playwright: `make test` runs this file for
+that before the tests. Without either the tests fail and say what to do: a page that nobody has opened is not tested.
 """
 
 import contextlib
@@ -24,11 +24,13 @@ def find_browser(playwright):
         return found or own
     sudo = [] if os.geteuid() == 0 else ["sudo", "-n"]
     for command in (
-        [sys.executable, "-m", "playwright", "install", "--with-deps", "chromium"],
         [*sudo, "apt-get", "install", "-y", "-qq", "chromium"],
+        [*sudo, "apt-get", "update", "-qq"],
+        [*sudo, "apt-get", "install", "-y", "-qq", "chromium"],
+        [sys.executable, "-m", "playwright", "install", "chromium"],
     ):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(command, check=True, capture_output=True, timeout=200)
+            subprocess.run(command, check=True, capture_output=True, timeout=400)
         found = next(filter(None, map(shutil.which, NAMES)), None) or (own if os.path.exists(own) else None)
         if found:
             return found
@@ -101,3 +103,8 @@ class Page:
 
     def close(self):
         self.context.close()
+
+
+if __name__ == "__main__":
+    with sync_playwright() as driver:
+        print(find_browser(driver))

@@ -190,6 +190,8 @@ def test_hostile_names_and_values_inject_nothing(browser, tmp_path):
             row["error"] = None
     lines[7]["probe"] = ["NaN", "<b>1</b>"]
     (folder / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "options.json").write_text("{}")
+    (folder / "losses.jsonl").write_text('{"step": 1, "loss": 1e999, "lr": NaN}\n{"step": 2, "loss": "<b>"}\n')
     (folder / "result.json").write_text(json.dumps({"held_out": {"loss": HOSTILE[0]}}))
     runs = [Run(folder), Run(folder)]
     for run in runs:

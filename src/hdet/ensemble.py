@@ -260,15 +260,19 @@ class Ensemble:
         if self._rounds.at.finished:
             return
         self._outer.forget()  # the last round's way is taken whole
+        records = []
         self._finishing = True
-        if not self._equal:
-            self.converge()
-        elif self._rounds.at.step and not self._rounds.over:  # else the last record is made already, or being made
-            self._emit([self._unjudged()])
-        self._finishing = False
+        try:
+            if not self._equal:
+                self.converge()
+            elif self._rounds.at.step and not self._rounds.over:  # else the last record is being made
+                records.append(self._unjudged())
+        finally:
+            self._finishing = False
         self._rounds.finish()
         self._switch.restore()
         self._values.set(self.scales, self._rounds.multipliers)
+        self._emit(records)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from hdet.replicas import is_first
 VERSION = 1
 """Of the schema. A new key is no new version: readers leave out what they do not know."""
 
+_REQUIRED = {"round": int, "step": int, "scores": list, "hyperparameters": dict}
 _ROUND = {field.name: field for field in dataclasses.fields(RoundRecord)}
 _ROW = {field.name: field for field in dataclasses.fields(HyperparameterRecord)}
 
@@ -151,7 +152,7 @@ def _parsed(text: bytes, path: Path) -> dict[str, Any]:
         line = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} must hold one JSON object per line, got {text[:80]!r}") from error
-    if not isinstance(line, dict) or not {"round", "step", "scores", "hyperparameters"} <= set(line):
+    if not isinstance(line, dict) or not all(isinstance(line.get(key), kind) for key, kind in _REQUIRED.items()):
         raise ValueError(f"{path} must hold records as hdet.JSONLines writes them, got {text[:80]!r}")
     if line.get("version", VERSION) > VERSION:
         raise ValueError(f"{path} has version {line['version']} of the records, this hdet reads up to {VERSION}")

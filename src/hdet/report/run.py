@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import statistics
+import sys
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -60,16 +62,13 @@ class Run:
                 self.generation += 1
             file.seek(self._read)
             data = file.read()
-        size = len(self.lines)
         fresh: list[dict[str, Any]] = []
         self._read += append(fresh, data, self.path)
         for line in map(_cleaned, fresh):
-            while self.lines and self.lines[-1]["round"] >= line["round"]:
-                self.lines.pop()
-            self.generation += len(self.lines) < size
-            size = len(self.lines)
+            if self.lines and self.lines[-1]["round"] >= line["round"]:  # a resumed run does them again
+                self.lines = [old for old in self.lines if old["round"] < line["round"]]
+                self.generation += 1
             self.lines.append(line)
-            size += 1
         return before != (self._read, self.generation, len(self.losses), self.result)
 
     def status(self, now: float) -> Status:
@@ -104,12 +103,14 @@ class Run:
 
     def _written(self) -> float:
         """When anything of it was last written."""
-        files = [self.path, self.path.with_name("losses.jsonl")]
+        files = [self.path, *([self.path.with_name("losses.jsonl")] if self.losses else [])]
         return max(file.stat().st_mtime for file in files if file.exists())
 
     def _read_folder(self) -> None:
+        if self.path.name != "rounds.jsonl" or not self.path.with_name("options.json").exists():
+            return
         path = self.path.with_name("losses.jsonl")
-        if self.path.name == "rounds.jsonl" and path.exists():
+        if path.exists():
             text = path.read_text()
             lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
             self.losses = [(int(line["step"]), _number(line["loss"]), _number(line.get("lr"))) for line in lines]
@@ -133,7 +134,8 @@ def _numbers(values: Any) -> list[float | None]:
 
 
 def _number(value: Any) -> float | None:
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+    return float(value) if known and abs(value) < sys.float_info.max else None
 
 
 def _open(path: Path) -> Any:
