@@ -367,7 +367,7 @@ def test_pictures(tmp_path):
     folder = tmp_path / "$run_{"
     report(folder, "--pictures", "--round", "7")
     for name in ("fan", "factor", "losses", "line_search", "cost"):
-        assert (folder / f"{name}.png").stat().st_size > 5000
+        assert (folder / "pictures" / f"{name}.png").stat().st_size > 5000
 
 
 def test_export_writes_what_replay_reads(run_folder, capsys):

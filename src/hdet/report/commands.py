@@ -24,7 +24,9 @@ def add_commands(commands: Any) -> None:
     command = _command(commands, "report", _report, text)
     command.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run folder, or its rounds.jsonl")
     command.add_argument("--output", type=Path, help="where to; default: report.html in the first run's folder")
-    command.add_argument("--pictures", action="store_true", help="PNG pictures of the first run beside it")
+    command.add_argument(
+        "--pictures", action="store_true", help="PNG pictures of the first run, in pictures/ beside it"
+    )
     command.add_argument("--round", type=int, help="the round whose line search is shown first; default: the last")
 
     command = _command(commands, "watch", _watch, "the same page while the runs go on, on this machine only")
@@ -71,7 +73,7 @@ def _report(arguments: argparse.Namespace) -> str:
     if arguments.pictures:
         from hdet.report.pictures import draw  # noqa: PLC0415
 
-        drawn = draw(runs[0], output.parent, chosen)
+        drawn = draw(runs[0], output.parent / "pictures", chosen)
         said.append(f"Pictures: {', '.join(str(path) for path in drawn)}")
     return "\n".join([*said, f"Page: {output} ({output.stat().st_size / 1e6:.1f} MB)"])
 

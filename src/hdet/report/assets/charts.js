@@ -37,7 +37,7 @@ class Chart {
     const axis = (more) => ({ stroke: css("--muted"), grid: { stroke: css("--grid"), width: 1 }, ticks: { stroke: css("--grid"), width: 1 },
       font: "12px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif", labelSize: 20, ...more });
     this.plot = new uPlot({
-      width: this.width(), height: HEIGHT, padding: [10, 12, 0, 0],
+      width: this.width(), height: HEIGHT, padding: [10, 26, 0, 0],
       series: [{ label: spec.x, value: shown }, ...spec.series],
       bands: spec.bands || [],
       scales: { x: { time: false, range: spec.xRange }, y: { distr: spec.log ? 3 : 1, range: spec.range } },
