@@ -18,7 +18,7 @@ class Chart {
   }
   rest(at) {  // while nobody points at the chart, its legend shows the chosen round
     this.at = at;  // later, as uPlot clears it when it has drawn
-    setTimeout(() => { if (at != null && !this.element.matches(":hover")) this.plot.setLegend({ idx: at }); });
+    setTimeout(() => { if (this.rounds && this.plot && !this.element.matches(":hover")) this.plot.setLegend({ idx: at }); });
   }
   width() { return Math.max(240, this.element.clientWidth); }
   draw(spec) {
@@ -28,7 +28,6 @@ class Chart {
       const zoomed = all.length > 1 && (x.min > all[0] || x.max < all[all.length - 1]);
       this.plot.setData(spec.data, !zoomed);
       if (zoomed) this.plot.redraw();
-      this.rest(spec.at);
       return;
     }
     if (this.plot) this.plot.destroy();
@@ -46,7 +45,7 @@ class Chart {
       cursor: { sync: spec.own ? undefined : { key: "rounds" }, drag: { x: true, y: false }, points: { size: 7 } },
       legend: { live: true },
     }, spec.data, this.element);
-    this.rest(spec.at);
+    this.rounds = !spec.own;
     this.plot.over.addEventListener("mouseleave", () => this.rest(this.at));
     if (this.onChoose) {
       let from = 0;

@@ -33,11 +33,13 @@ function render() {
   const views = [...(probed ? ["probe"] : []), "training", ...(run.many ? [] : ["against the mean"])];
   buttons("loss-buttons", [views, state.loss, (view) => { state.loss = view; }], "loss");
   buttons("scale-buttons", null, "scale");
-  charts.fan.draw({ ...fan(run, hyper, state.fan, state.logs.fan), at });
-  const losses = loss(run, state.loss, state.logs.loss);
-  charts.loss.draw({ ...losses, at: losses.own ? null : at });
-  charts.scale.draw({ ...factor(run, hyper, state.logs.scale), at });
-  charts.cost.draw({ ...cost(run), at });
+  const stamp = JSON.stringify([run.version, state.run, hyper, state.fan, state.loss, state.logs, css("--lightness")]);
+  if (stamp !== state.stamp) {
+    for (const spec of [["fan", fan(run, hyper, state.fan, state.logs.fan)], ["loss", loss(run, state.loss, state.logs.loss)],
+      ["scale", factor(run, hyper, state.logs.scale)], ["cost", cost(run)]]) charts[spec[0]].draw(spec[1]);
+    state.stamp = stamp;
+  }
+  for (const id of ["fan", "loss", "scale", "cost"]) charts[id].rest(at);
   renderLine(run, hyper, at);
   renderEvents(run);
   renderRounds(run, hyper, at);
