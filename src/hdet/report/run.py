@@ -94,7 +94,12 @@ class Run:
     @property
     def exists(self) -> bool:
         """Whether it has begun."""
-        return self.path.exists() or self.path.with_name("losses.jsonl").exists()
+        return self.path.exists() or (self._in_lab and self.path.with_name("losses.jsonl").exists())
+
+    @property
+    def _in_lab(self) -> bool:
+        """Whether the folder is one of the lab's, so that its other files mean what they are called."""
+        return self.path.name == "rounds.jsonl" and self.path.with_name("options.json").exists()
 
     @property
     def held_out(self) -> float | None:
@@ -107,7 +112,7 @@ class Run:
         return max(file.stat().st_mtime for file in files if file.exists())
 
     def _read_folder(self) -> None:
-        if self.path.name != "rounds.jsonl" or not self.path.with_name("options.json").exists():
+        if not self._in_lab:
             return
         path = self.path.with_name("losses.jsonl")
         if path.exists():
