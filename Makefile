@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+BROWSER := .venv/.browser
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test lint types pytest soak bench clean
@@ -18,10 +19,12 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/mypy
 
-pytest: $(INSTALLED)
+pytest: $(BROWSER)
 	$(BIN)/python -m pytest
 
-soak: $(INSTALLED)
+# What takes long, and trackers that take minutes to install.
+soak: $(BROWSER)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[soak]'
 	$(BIN)/python -m pytest -m soak --timeout 3600
 
 bench: $(INSTALLED)
@@ -30,6 +33,11 @@ bench: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+# The page of `hdet report` is tested in a real browser: Chromium or Chrome, found or installed.
+$(BROWSER): $(INSTALLED)
+	$(BIN)/python tests/browser.py
 	touch $@
 
 clean:

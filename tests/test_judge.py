@@ -232,7 +232,9 @@ def test_exploration_ends_with_the_active_part():
             controller=hdet.LineSearch(active=0.5), total_steps=40, interval="auto", on_round=[seen.append]
         )
         train(*made[:3], 40)
-        return [record.step for record in seen], ensemble.scales["learning_rate"], math.isfinite(ensemble.total_steps)
+        explored = [record.step for record in seen if record.hyperparameters["learning_rate"].explored]
+        assert [record.step for record in seen] == [5, 10, 15, 20, 25, 30, 35, 40]  # the schedule is told to its end
+        return explored, ensemble.scales["learning_rate"], math.isfinite(ensemble.total_steps)
 
     steps, _, _ = hdet.in_process(ended, 2)[0]
     assert steps == [5, 10, 15, 20]

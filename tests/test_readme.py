@@ -69,7 +69,7 @@ def test_the_code_blocks_run(section):
 
 def test_every_section_with_code_is_known():
     assert set(LINES) < set(BLOCKS)
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
 
 
 def test_the_commands_and_links_exist(capsys):

@@ -3,6 +3,7 @@
 Read `hdet.ensemble` first: its `step()` is the protocol.
 """
 
+from hdet import trackers
 from hdet.checkpoint.load import Checkpoint, load
 from hdet.checkpoint.save import save
 from hdet.checkpoint.sharded import replica_key
@@ -12,11 +13,14 @@ from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.hyperparameters.in_forward import Scalar, attribute, dropout, scalar
 from hdet.hyperparameters.in_groups import learning_rate, momentum, weight_decay
 from hdet.in_process import ReplicaError, data_parallel, in_process
+from hdet.json_lines import JSONLines, read_records
 from hdet.one_cycle import OneCycleAutoLR
 from hdet.probe.probe import Probe
+from hdet.progress import Progress, describe
 from hdet.range_test.find_lr import FindLRError, find_lr
 from hdet.range_test.found_rate import FoundRate
-from hdet.record import HyperparameterRecord, RoundRecord
+from hdet.record import HyperparameterRecord, RoundRecord, metrics
+from hdet.replay import ReplayLR, make_schedule
 from hdet.replicas import find_replicas
 from hdet.rollback.rollback import Rollback
 from hdet.warm_init import warm_init
@@ -33,11 +37,14 @@ __all__ = [
     "FoundRate",
     "Hyperparameter",
     "HyperparameterRecord",
+    "JSONLines",
     "LineSearch",
     "Observation",
     "OneCycleAutoLR",
     "Plan",
     "Probe",
+    "Progress",
+    "ReplayLR",
     "ReplicaError",
     "Report",
     "Rollback",
@@ -47,16 +54,21 @@ __all__ = [
     "Softmax",
     "attribute",
     "data_parallel",
+    "describe",
     "dropout",
     "find_lr",
     "find_replicas",
     "in_process",
     "learning_rate",
     "load",
+    "make_schedule",
+    "metrics",
     "momentum",
+    "read_records",
     "replica_key",
     "save",
     "scalar",
+    "trackers",
     "warm_init",
     "weight_decay",
 ]

@@ -155,11 +155,11 @@ class Ensemble:
         self._probe, self._process_group = probe, process_group
         self._found: FoundRate | None = None
         self._rates = [h.name for h in self._hyperparameters if isinstance(h, InGroups) and h.key == "lr"]
-        self._opened = False  # whether this round's start has been noted
+        self._opened, self._finishing = False, False  # whether this round's start has been noted
+        self._first: dict[str, list[float | Tensor]] = {}  # the bases of its first step, by name
         self._clock = time.perf_counter()
         self._unseen = 0
-        self._in_consensus = self._saving = False
-        self.closed = False
+        self._in_consensus = self._saving = self.closed = False
         self._warned_state_dict = False
         self._values = Values(self._optimizers, self._hyperparameters, self._before_step)
         self._fan_out = self._values.fan_out
@@ -261,11 +261,19 @@ class Ensemble:
         if self._rounds.at.finished:
             return
         self._outer.forget()  # the last round's way is taken whole
-        if not self._equal:
-            self.converge()
+        records = []
+        self._finishing = True
+        try:
+            if not self._equal:
+                self.converge()
+            elif self._rounds.at.step and not self._rounds.over:  # else the last record is being made
+                records.append(self._unjudged())
+        finally:
+            self._finishing = False
         self._rounds.finish()
         self._switch.restore()
         self._values.set(self.scales, self._rounds.multipliers)
+        self._emit(records)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -417,6 +425,7 @@ class Ensemble:
         self.restore_bases()
         self._fan_out.count()
         self._opened = self._rounds.at.step_in_round > 0
+        self._first.clear()
         self._fan_out.ready = False
         if self._rounds.at.finished:
             self._switch.restore()
@@ -440,14 +449,18 @@ class Ensemble:
     def _begin_round(self) -> None:
         self._values.set(self.scales, self._rounds.multipliers)
         self._tensors.begin_round()
-        waits = self._outer.active or self._judge.probes or self._keeper is not None
-        self._fan_out.ready = self._opened or not waits
+        self._fan_out.ready = self._opened
 
     def _open_round(self) -> None:
         """Before the first step of a round, while all replicas hold the same weights: note where they begin."""
         self._opened = True
         if self._rounds.at.finished:
             return
+        # A scheduler overwrites a tensor learning rate in place: keep what this step uses, without reading it back.
+        self._first = {
+            h.name: [base.clone() if isinstance(base, Tensor) else base for base in h.bases()]
+            for h in self._hyperparameters
+        }
         self._outer.begin(self._tensors.parameters())
         at = self._rounds.at
         whole = at.step > 0 and not at.step_in_round
@@ -479,9 +492,8 @@ class Ensemble:
                 self._rounds.at.equal = True
                 seconds = time.perf_counter() - began - self._judge.seconds_at_end
                 records.append(self._control(full, judged, seconds))
-        elif self._rounds.at.round == 0 and self._plan.why:
-            unknown = (math.nan,) * self.replicas.size  # nothing was gathered, but what was picked is to be seen
-            records.append(self._control(False, Judged(unknown, None, None), 0.0))
+        elif self._on_round and not self._rounds.at.finished:
+            records.append(replace(self._unjudged(), full=full))
         if self._rounds.over:
             self._outer.forget()
         self._outer.take()
@@ -494,7 +506,10 @@ class Ensemble:
         self._clock = time.perf_counter()
         if self._rounds.over:
             self.finish()
-        for record in records:  # last, so that a sink that raises leaves no round half ended
+        self._emit(records)  # last, so that a sink that raises leaves no round half ended
+
+    def _emit(self, records: Sequence[RoundRecord]) -> None:
+        for record in records:
             for call in self._on_round:
                 call(record)
 
@@ -534,18 +549,30 @@ class Ensemble:
             proposed = self._steering.update(report)
         rows = {}
         for h in self._hyperparameters:
-            coming = list(h.bases())
-            base, multipliers = representative(self._values.used(h) or coming, coming)[0], seen[h.name].multipliers
-            values = tuple(h.value_of(base, trained[h.name], m) for m in multipliers)
-            center = h.center(base, trained[h.name])
-            confidence = self._steering.confidence(h.name, trained[h.name])
+            coming, scale = list(h.bases()), trained[h.name]
+            used = self._values.used(h) or coming
+            base, multipliers = representative(used, coming)[0], seen[h.name].multipliers
             rows[h.name] = HyperparameterRecord(
-                base, center, values, self.scales[h.name], proposed[h.name], **confidence._asdict()
+                base,
+                h.center(base, scale),
+                tuple(h.value_of(base, scale, m) for m in multipliers),
+                self.scales[h.name],
+                proposed[h.name],
+                **self._steering.confidence(h.name, scale)._asdict(),
+                scale_before=scale,
+                places=h.places(self._optimizers),
+                first=tuple(h.center(float(b), scale) for b in self._first.get(h.name, ())),
+                last=tuple(h.center(float(b), scale) for b in used),
             )
         return RoundRecord(
             at.round, at.step, full, judged.scores, rows, judged.probe, judged.start,
             time.perf_counter() - self._clock, seconds, self._judge.seconds, self._events(),
+            at.step_in_round, self.total_steps, self._rounds.over or self._finishing,
         )  # fmt: skip
+
+    def _unjudged(self) -> RoundRecord:
+        """The record of a round in which nothing was gathered: where the schedule was, and what a controller picked."""
+        return self._control(False, Judged((math.nan,) * self.replicas.size, None, None), 0.0)
 
     def _events(self) -> tuple[str, ...]:
         """What to tell beside the numbers: in the first round, what the controller has picked and why."""

@@ -1,10 +1,16 @@
-"""One record per round: what was tried, how it scored, and where the centers went."""
+"""One record per round: what was tried, how it scored, and where the centers went.
+
+`json_lines.py` writes records to a file, `trackers/` to experiment trackers; any callable will do.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
+
+_SHOWN_REPLICAS = 16  # more than that are told by their range
 
 
 @dataclass(frozen=True)
@@ -16,11 +22,16 @@ class HyperparameterRecord:
         center: base times scale, as trained with.
         values: center times multiplier, by replica.
         scale: the factor on the schedule from the next step on.
-        proposed_scale: what the controller asked for; differs from `scale` only with `act=False`.
+        proposed_scale: what the controller asked for; differs from `scale` with `act=False`, and after a rollback.
         memory: what the controller remembers about it, by name: velocities, fits.
         estimate: the logarithm of the factor by which the controller finds the scale to be off, if it says.
         error: the standard error of the estimate.
         finding: the estimate in words: "learning_rate: x1.80 +- 0.20".
+        scale_before: the factor on the schedule that this round was trained with; None if it is not known.
+        places: where it lives: "0/1/lr" is the learning rate of the first optimizer's second group, "0/0/betas/0" is
+            Adam's beta1; what the forward pass reads has its own name.
+        first: the center in each of these places at the round's first step; empty after a resume in mid-round.
+        last: the same at its last step.
     """
 
     base: float
@@ -32,17 +43,35 @@ class HyperparameterRecord:
     estimate: float | None = None
     error: float | None = None
     finding: str = ""
+    scale_before: float | None = None
+    places: tuple[str, ...] = ()
+    first: tuple[float, ...] = ()
+    last: tuple[float, ...] = ()
+
+    @property
+    def explored(self) -> bool:
+        """Whether the replicas had different values."""
+        return min(self.values) != max(self.values)
+
+    @property
+    def decision(self) -> str:
+        """What was done with it, in words: "raised by 12 %"."""
+        if self.scale_before is None:
+            return ""
+        done = _change(self.scale_before, self.scale)
+        asked = _change(self.scale_before, self.proposed_scale)
+        return done if asked in (done, "kept") else f"{done}, would have been {asked}"
 
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One round, the same on every replica.
+    """One round, the same on every replica but for the seconds.
 
     Attributes:
         round: its index, from 0.
         step: optimizer steps taken when it ended.
         full: False for a round cut short by `converge()` or by the end of the run; the controller ignores it.
-        scores: the replicas' mean losses, by replica; NaN where no loss was given.
+        scores: the replicas' mean losses, by replica; NaN where no loss was given or nothing was gathered.
         hyperparameters: by name.
         probe: the loss of each replica's last weights on the round's probe; None without one.
         start: the loss of the weights that the round began with on it; None if it was not measured.
@@ -50,6 +79,9 @@ class RoundRecord:
         converge_seconds: of these, spent on comparing and averaging.
         probe_seconds: of these, spent on the probe.
         events: what else happened, in words: a rollback, what a controller picked and why.
+        steps: optimizer steps of this round.
+        total_steps: optimizer steps of the whole run, if known.
+        last: whether the run ends with it. A `finish()` at a round's end makes a last record of 0 steps.
     """
 
     round: int
@@ -63,7 +95,71 @@ class RoundRecord:
     converge_seconds: float = 0.0
     probe_seconds: float = 0.0
     events: tuple[str, ...] = ()
+    steps: int = 0
+    total_steps: int | None = None
+    last: bool = False
+
+    @property
+    def judged(self) -> tuple[float, ...]:
+        """What the replicas are judged by: the probe, or their training losses where there is none."""
+        return self.scores if self.probe is None else self.probe
+
+    @property
+    def best(self) -> int | None:
+        """The replica with the lowest loss; None if no loss is finite."""
+        finite = [(loss, replica) for replica, loss in enumerate(self.judged) if math.isfinite(loss)]
+        return min(finite)[1] if finite else None
 
 
 OnRound: TypeAlias = Callable[[RoundRecord], object]
 """A sink for records: any callable."""
+
+
+def metrics(record: RoundRecord) -> dict[str, float]:
+    """A record as a flat dict of finite numbers, for any experiment tracker.
+
+    >>> rate = HyperparameterRecord(0.1, 0.2, (0.18, 0.22), 2.5, 2.5, scale_before=2.0)
+    >>> record = RoundRecord(0, 10, True, (1.0, 3.0), {"learning_rate": rate}, round_seconds=2.0, probe_seconds=0.5)
+    >>> flat = metrics(record)
+    >>> flat["loss/mean"], flat["loss/best_replica"], flat["learning_rate/center"], flat["overhead"]
+    (2.0, 0.0, 0.2, 0.25)
+    """
+    found: dict[str, float | None] = {"round": record.round, **_spread("loss", record.scores)}
+    if record.probe is not None:
+        found |= {**_spread("probe", record.probe), "probe/consensus": record.start}
+    found["loss/best_replica"] = record.best
+    for name, row in record.hyperparameters.items():
+        low, high = min(row.values, default=None), max(row.values, default=None)
+        told = {"base": row.base, "center": row.center, "scale": row.scale, "lowest": low, "highest": high}
+        found |= {f"{name}/{key}": value for key, value in told.items()}
+        found |= {f"{name}/estimate": row.estimate, f"{name}/error": row.error}
+    for part in ("round", "converge", "probe"):
+        found[f"seconds/{part}"] = getattr(record, f"{part}_seconds")
+    if record.round_seconds > 0:
+        found["overhead"] = (record.converge_seconds + record.probe_seconds) / record.round_seconds
+    found["events"] = len(record.events)
+    return {key: float(value) for key, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def _spread(name: str, losses: tuple[float, ...]) -> dict[str, float | None]:
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if not finite:
+        return {}
+    told: dict[str, float | None] = {
+        f"{name}/mean": math.fsum(finite) / len(finite),
+        f"{name}/lowest": min(finite),
+        f"{name}/highest": max(finite),
+    }
+    if len(losses) <= _SHOWN_REPLICAS:
+        told |= {f"{name}/replica_{replica}": loss for replica, loss in enumerate(losses)}
+    return told
+
+
+def _change(before: float, after: float) -> str:
+    if before == after:
+        return "kept"
+    if not (before > 0 and after > 0):
+        return f"moved from x{before:.3g} to x{after:.3g}"
+    factor = after / before
+    way, size = ("raised", factor) if factor > 1 else ("lowered", 1 / factor)
+    return f"{way} x{size:.3g}" if size >= 2 else f"{way} by {100 * abs(factor - 1):.2g} %"

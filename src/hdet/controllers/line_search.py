@@ -107,10 +107,11 @@ class LineSearch:
     def init(self, names: Sequence[str]) -> State:
         """Every scale is 1, and no round has been seen.
 
-        `slope` and `curvature` are A and B, `at` the step size (base * scale) that they were measured at.
+        `slope` and `curvature` are A and B, `at` the step size (base * scale) that they were measured at; `target` is
+        there to be seen in the records.
         """
-        entry = {"scale": 1.0, "slope": 0.0, "curvature": 0.0, "at": 0.0, "rounds": 0.0, "scatter": 0.0, **NOTHING}
-        return {name: dict(entry) for name in names}
+        seen = {"slope": 0.0, "curvature": 0.0, "at": 0.0, "rounds": 0.0, "scatter": 0.0}
+        return {name: {"scale": 1.0, "target": _VERTEX[self.target], **seen, **NOTHING} for name in names}
 
     def update(self, state: State, report: Report) -> State:
         """The scales after one full round."""

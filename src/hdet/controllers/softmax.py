@@ -48,7 +48,7 @@ class Softmax:
 
     >>> controller = Softmax(temperature=0.1)
     >>> controller.init(["learning_rate"])["learning_rate"]
-    {'scale': 1.0, 'velocity': 0.0, 'rounds': 0.0, 'scatter': 0.0, 'estimate': 0.0, 'error': inf}
+    {'scale': 1.0, 'hypergradient': 0.0, 'velocity': 0.0, 'rounds': 0.0, 'scatter': 0.0, 'estimate': 0.0, 'error': inf}
     """
 
     temperature: float = 0.002
@@ -64,8 +64,9 @@ class Softmax:
             check_number(name, getattr(self, name), rule)
 
     def init(self, names: Sequence[str]) -> State:
-        """Every scale is 1, every velocity (relative to the base) is 0."""
-        return {name: {"scale": 1.0, "velocity": 0.0, "rounds": 0.0, "scatter": 0.0, **NOTHING} for name in names}
+        """Every scale is 1, every hypergradient and velocity (relative to the base) is 0."""
+        entry = {"scale": 1.0, "hypergradient": 0.0, "velocity": 0.0, "rounds": 0.0, "scatter": 0.0, **NOTHING}
+        return {name: dict(entry) for name in names}
 
     def update(self, state: State, report: Report) -> State:
         """The scales and velocities after one full round."""
@@ -97,7 +98,8 @@ class Softmax:
         if limited <= 0.0:  # no floor: halve instead of reaching 0
             limited = scale / 2
         found = self._confidence(entry, seen, excess)
-        return {**entry, **found, "scale": limited, "velocity": velocity if limited == moved else 0.0}
+        kept = velocity if limited == moved else 0.0
+        return {**entry, **found, "scale": limited, "hypergradient": hypergradient, "velocity": kept}
 
     def _confidence(self, entry: dict[str, float], seen: Observation, excess: Sequence[float]) -> dict[str, float]:
         """The entries `rounds`, `scatter`, `estimate` and `error` with this round's vote; none if there was no vote."""

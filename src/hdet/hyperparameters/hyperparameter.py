@@ -17,6 +17,7 @@ from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from hdet.assignment import Ladder, check_spread, multipliers
 
@@ -75,6 +76,11 @@ class Hyperparameter:
     def bases(self) -> Iterator[float | Tensor]:
         """The base in each place that holds it, as it is now."""
         raise NotImplementedError
+
+    def places(self, optimizers: Sequence[Optimizer]) -> tuple[str, ...]:
+        """A name for each place that holds it, in the order of `bases()`; `optimizers` are those of the ensemble."""
+        size = len(list(self.bases()))
+        return (self.name,) if size == 1 else tuple(f"{self.name}[{number}]" for number in range(size))
 
     def peak(self) -> float | None:
         """The most that the schedule will say, where it tells."""

@@ -51,6 +51,15 @@ class InGroups(Hyperparameter):
             for group in self.groups(optimizer):
                 yield self.read(group)
 
+    def places(self, optimizers: Sequence[Optimizer]) -> tuple[str, ...]:
+        """Optimizer, group and entry: "0/1/lr", "0/0/betas/0"."""
+        entry = self.key if self.index is None else f"{self.key}/{self.index}"
+        return tuple(
+            f"{next(o for o, other in enumerate(optimizers) if other is optimizer)}/{number}/{entry}"
+            for optimizer in self.optimizers
+            for number, _ in enumerate(self.groups(optimizer), start=self.group or 0)
+        )
+
     def read(self, group: Group) -> float | Tensor:
         """Its value in one parameter group."""
         entry: Any = group[self.key]

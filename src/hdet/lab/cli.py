@@ -1,4 +1,4 @@
-"""The command `hdet`: demo, train, resume, find-lr, sweep, returns."""
+"""The command `hdet`: demo, train, resume, find-lr, sweep, returns; and of `hdet.report` report, watch, export."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hdet.lab.folder import default_folder, read, require_empty
 from hdet.lab.options import CONTROLLERS, EXPLORABLE, OPTIMIZERS, SIZES, RunOptions
 from hdet.lab.tasks import TASKS
 from hdet.lab.worker import Job
+from hdet.report.commands import ReportError, add_commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,16 +30,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             os._exit(error.exit_code)
         return error.exit_code
-    except LabError as error:
+    except (LabError, ReportError) as error:
         print(f"hdet: error: {said(error)}", file=sys.stderr, flush=True)
-        return error.exit_code
+        return getattr(error, "exit_code", 1)
     except KeyboardInterrupt:
         print("\nhdet: stopped", file=sys.stderr, flush=True)
         return InterruptedRunError.exit_code
     return 0
 
 
-def said(error: LabError) -> str:
+def said(error: Exception) -> str:
     """The message, with the name of an option at its beginning as the flag that the user writes.
 
     >>> said(OptionError("peak_lr must be positive, got 0.0"))
@@ -106,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run_options(command, None)
     command.add_argument("--seeds", type=int, default=1, help="seeds per row, from --seed on (default: 1)")
     command.add_argument("--sizes", type=_counts, default=(2, 4, 8, 16), metavar="N,N", help="default: 2,4,8,16")
+    add_commands(commands)
     return parser
 
 

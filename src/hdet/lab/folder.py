@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hdet import JSONLines, RoundRecord
 from hdet.lab.errors import FolderError
 from hdet.lab.options import RunOptions
 
@@ -32,6 +33,8 @@ class RunFolder:
         self.path = Path(path)
         with _clearly(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+        self.last_round: RoundRecord | None = None
+        self._rounds = JSONLines(self.path / "rounds.jsonl")
 
     def write(self, name: str, value: Any) -> None:
         """One file, written whole or not at all."""
@@ -44,6 +47,12 @@ class RunFolder:
         """One line of a file; it is on its way to the disk when this returns."""
         with _clearly(self.path / name), open(self.path / name, "a") as file:
             file.write(json.dumps(plain(value), allow_nan=False) + "\n")
+
+    def record(self, record: RoundRecord) -> None:
+        """One line of rounds.jsonl."""
+        self.last_round = record
+        with _clearly(self.path / "rounds.jsonl"):
+            self._rounds(record)
 
     def rewind(self, name: str, step: int) -> None:
         """Leave out the lines that were written after `step`, of a file of lines that have one."""

@@ -5,7 +5,6 @@ torchrun --standalone --nproc-per-node 2 -m hdet.lab.train text --peak-lr 1e-3
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import Auto, Ensemble, FoundRate, RoundRecord, data_parallel, find_replicas, load, save
+from hdet import Auto, Ensemble, FoundRate, RoundRecord, data_parallel, describe, find_replicas, load, save
 from hdet.lab.finder import find
 from hdet.lab.folder import RunFolder, plain
 from hdet.lab.options import RunOptions
@@ -62,7 +61,7 @@ def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
     scales = _Scales(schedule)
     sinks: list[Callable[[RoundRecord], None]] = [scales]
     if files is not None:
-        sinks.append(functools.partial(files.append, "rounds.jsonl"))
+        sinks.append(files.record)
     ensemble = make_ensemble(options, task, steps, model, optimizer, smoothing, sinks)
     run = {"model": model, "optimizer": optimizer, "schedule": schedule}
     run |= {} if ensemble is None else {"ensemble": ensemble}
@@ -183,7 +182,9 @@ class _Meter:
         self.last = sum(row[0] for row in everyone) / len(everyone)
         if self._files is not None:
             self._files.append("losses.jsonl", {"step": step, "loss": self.last, "lr": self._rate})
-            self._progress.show(step, self.last, f"{self._rate:.1e}")
+            last = self._files.last_round
+            did = "" if last is None else f"; round {last.round}: {describe(last)}"
+            self._progress.show(step, self.last, f"{self._rate:.1e}{did}")
 
     def _center(self) -> float:
         """The first parameter group's learning rate: the schedule, and what a controller has made of it."""

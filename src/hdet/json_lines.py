@@ -1,0 +1,171 @@
+"""Records as a file: one line of strict JSON per round. docs/records.md is its schema."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch.distributed as dist
+
+from hdet.record import HyperparameterRecord, RoundRecord
+from hdet.replicas import is_first
+
+VERSION = 1
+"""Of the schema. A new key is no new version: readers leave out what they do not know."""
+
+_REQUIRED = {"round": int, "step": int, "scores": list, "hyperparameters": dict}
+_ROUND = {field.name: field for field in dataclasses.fields(RoundRecord)}
+_ROW = {field.name: field for field in dataclasses.fields(HyperparameterRecord)}
+
+
+class JSONLines:
+    """A sink that appends each record to a file, as one line of strict JSON.
+
+    The first replica writes, the others do nothing. A line has left the process when the call returns, so a run that is
+    killed loses at most the line under way, which `read_records` leaves out. A number that is not finite is written as
+    null. A run that is resumed goes on in the same file.
+
+    Args:
+        path: the file; folders are made.
+        process_group: the replicas; by default all ranks. The one with rank 0 in it writes.
+
+    Example::
+
+        ensemble = hdet.Ensemble(..., on_round=[hdet.JSONLines("runs/first/rounds.jsonl")])
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None) -> None:
+        self.path = Path(path)
+        self._process_group = process_group
+        self._file: BinaryIO | None = None
+        self._written_by = ""
+
+    def __call__(self, record: RoundRecord) -> None:
+        """Write one record."""
+        if not is_first(self._process_group):
+            return
+        if self._file is None:
+            self._file = _open(self.path)
+            self._written_by = f"{socket.gethostname()}:{os.getpid()}"
+        left = memoryview(to_line(record, time.time(), self._written_by).encode())
+        while left:  # a disk that is nearly full takes a part
+            left = left[self._file.write(left) :]
+
+    def close(self) -> None:
+        """Close the file. A later record opens it again."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+
+def to_line(record: RoundRecord, now: float, written_by: str = "") -> str:
+    """The line of one record, with its end."""
+    about = {"version": VERSION, "time": round(now, 3), "written_by": written_by}
+    line = about | {name: getattr(record, name) for name in _ROUND}
+    line["hyperparameters"] = {name: _row(row) for name, row in record.hyperparameters.items()}
+    try:
+        return json.dumps(line, allow_nan=False) + "\n"
+    except ValueError:  # rare, so looked for only when it happens
+        return json.dumps(strict(line), allow_nan=False) + "\n"
+
+
+def read_records(path: str | os.PathLike[str]) -> list[RoundRecord]:
+    """The records of a file that `JSONLines` wrote.
+
+    A last line that was cut short is left out. Where a run was resumed from an earlier step, the rounds that it has
+    done again replace those of before. null is NaN where there must be a number.
+
+    Raises:
+        ValueError: for a file of a later version, or one that is not of this kind.
+    """
+    return [from_json(line) for line in read_lines(path)]
+
+
+def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of such a file as they are, checked, without what was done again."""
+    lines: list[dict[str, Any]] = []
+    append(lines, Path(path).read_bytes(), Path(path))
+    return lines
+
+
+def append(lines: list[dict[str, Any]], data: bytes, path: Path) -> int:
+    """Add the whole lines of `data` to `lines`, which are replaced where rounds were done again.
+
+    Returns:
+        How many bytes were read: up to the end of the last whole line.
+    """
+    end = data.rfind(b"\n") + 1
+    for text in data[:end].splitlines():
+        line = _parsed(text, path)
+        while lines and lines[-1]["round"] >= line["round"]:
+            lines.pop()
+        lines.append(line)
+    return end
+
+
+def from_json(line: Mapping[str, Any]) -> RoundRecord:
+    """The record of one line."""
+    known = {name: _tuple(value) for name, value in line.items() if name in _ROUND}
+    rows = {name: _from_row(row) for name, row in line["hyperparameters"].items()}
+    return RoundRecord(**{**known, "scores": _numbers(line["scores"]), "hyperparameters": rows})
+
+
+def strict(value: Any) -> Any:
+    """As strict JSON has it: null for a number that is not finite."""
+    if isinstance(value, Mapping):
+        return {str(key): strict(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _row(row: HyperparameterRecord) -> dict[str, Any]:
+    told = {name: getattr(row, name) for name in _ROW}
+    return {**told, "memory": dict(row.memory), "decision": row.decision}
+
+
+def _from_row(row: Mapping[str, Any]) -> HyperparameterRecord:
+    known = {name: _tuple(value) for name, value in row.items() if name in _ROW}
+    for name in ("base", "center", "scale", "proposed_scale"):
+        known[name] = math.nan if row[name] is None else float(row[name])
+    memory = {key: math.nan if value is None else value for key, value in row.get("memory", {}).items()}
+    return HyperparameterRecord(**{**known, "values": _numbers(row["values"]), "memory": memory})
+
+
+def _numbers(values: list[float | None]) -> tuple[float, ...]:
+    return tuple(math.nan if value is None else float(value) for value in values)
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(math.nan if entry is None else entry for entry in value) if isinstance(value, list) else value
+
+
+def _parsed(text: bytes, path: Path) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} must hold one JSON object per line, got {text[:80]!r}") from error
+    if not isinstance(line, dict) or not all(isinstance(line.get(key), kind) for key, kind in _REQUIRED.items()):
+        raise ValueError(f"{path} must hold records as hdet.JSONLines writes them, got {text[:80]!r}")
+    if line.get("version", VERSION) > VERSION:
+        raise ValueError(f"{path} has version {line['version']} of the records, this hdet reads up to {VERSION}")
+    return line
+
+
+def _open(path: Path) -> BinaryIO:
+    """The file, to be appended to; what a kill has left of a line is cut off first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file: BinaryIO = open(path, "a+b", buffering=0)  # noqa: SIM115
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if size:
+        data = file.read()
+        file.truncate(data.rfind(b"\n") + 1)
+    return file

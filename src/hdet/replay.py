@@ -1,0 +1,208 @@
+"""A learned schedule as an ordinary torch scheduler: `ReplayLR`, and the file that it reads.
+
+The file holds knots: the centers of every hyperparameter at the first and the last step of each round.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+import os
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hdet.arguments import check_count
+from hdet.hooks import unwrap
+from hdet.record import RoundRecord
+
+VERSION = 1
+_KIND = "hdet-schedule"
+_IN_GROUPS = re.compile(r"(?P<optimizer>\d+)/(?P<group>\d+)/(?P<entry>[^/]+(/\d+)?)")
+
+
+def make_schedule(records: Iterable[RoundRecord]) -> dict[str, Any]:
+    """The learned schedule of a run, as plain JSON: for each hyperparameter its centers in each of its places.
+
+    `steps` are counted from 0, as schedulers do: the value of step s is the one that optimizer step s is taken with.
+
+    Raises:
+        ValueError: if no round has said where its hyperparameters live.
+    """
+    rounds = list(records)
+    schedules: dict[str, Any] = {}
+    for record in rounds:
+        for name, row in record.hyperparameters.items():
+            if not record.steps or not row.places or len(row.last) != len(row.places):
+                continue
+            told = schedules.setdefault(name, {"places": list(row.places), "steps": [], "centers": []})
+            if told["places"] != list(row.places):
+                raise ValueError(f"the parameter groups of {name} changed in step {record.step}: nothing to replay")
+            first, last = record.step - record.steps, record.step - 1
+            for step, centers in ((first, row.first), (last, row.last)):
+                if len(centers) == len(row.places) and (not told["steps"] or step > told["steps"][-1]):
+                    told["steps"].append(step)
+                    told["centers"].append(list(centers))
+    if not schedules:
+        raise ValueError("there is no round to export: a run is exported after its first round")
+    ended = rounds[-1].last
+    steps = rounds[-1].step if ended or rounds[-1].total_steps is None else rounds[-1].total_steps
+    about = {"kind": _KIND, "version": VERSION, "total_steps": steps, "complete": ended}
+    return {**about, "hyperparameters": schedules}
+
+
+class ReplayLR(LRScheduler):
+    """Replay the schedule that a run has learned, in a plain run, like any torch scheduler.
+
+    At the recorded steps, the first and the last of each round, the values are the recorded centers to the last digit;
+    in between they lie on straight lines. After the end the last value stays. Learning rates, and whatever else the run
+    explored in parameter groups (weight decay, momentum), are written into the groups; what the forward pass reads
+    (dropout, label smoothing) is in `values`. Groups that the run did not explore are left alone.
+
+    Args:
+        optimizer: with as many parameter groups as in the run.
+        schedule: a file that `hdet export` wrote, or its content.
+        total_steps: stretch it to as many steps; by default it has its own length.
+        which: the optimizer's index, where the run had several.
+        last_epoch: as in torch.
+
+    Raises:
+        ValueError: if the schedule does not fit the optimizer.
+
+    Example::
+
+        scheduler = hdet.ReplayLR(optimizer, "schedule.json")
+        for batch in loader:
+            ...
+            optimizer.step(); scheduler.step()
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        schedule: str | os.PathLike[str] | Mapping[str, Any],
+        *,
+        total_steps: int | None = None,
+        which: int = 0,
+        last_epoch: int = -1,
+    ) -> None:
+        optimizer = unwrap(optimizer)
+        told = _checked(schedule)
+        if total_steps is not None:
+            check_count("total_steps", total_steps)
+        self.total_steps = told["total_steps"] if total_steps is None else total_steps
+        own = told["total_steps"]
+        self._stretch = (own - 1) / (self.total_steps - 1) if self.total_steps != own and self.total_steps > 1 else 1.0
+        self._curves = _curves(told["hyperparameters"])
+        self._writes = _placed(self._curves, optimizer, which)
+        if not told["complete"]:
+            last = max(curve["steps"][-1] for curve in told["hyperparameters"].values())
+            warnings.warn(
+                f"the run was cut off before step {told['total_steps']}; its values of step {last} are held from there",
+                stacklevel=2,
+            )
+        super().__init__(optimizer, last_epoch)
+
+    @property
+    def values(self) -> dict[str, float]:
+        """What every hyperparameter is now, by name; by place ("learning_rate 0/1/lr") where it has several."""
+        step = self._step()
+        several = {name for name, place in self._curves if sum(other == name for other, _ in self._curves) > 1}
+        return {
+            f"{name} {place}" if name in several else name: curve.at(step)
+            for (name, place), curve in self._curves.items()
+        }
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The learning rate of each group at this step. Writes what else is in the groups, as OneCycleLR does."""
+        step = self._step()
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for number, path, curve in self._writes:
+            group, value = self.optimizer.param_groups[number], curve.at(step)
+            if path == ["lr"]:
+                rates[number] = value
+            elif len(path) == 1:
+                group[path[0]] = value
+            else:
+                entries = list(group[path[0]])
+                entries[int(path[1])] = value
+                group[path[0]] = tuple(entries)
+        return rates
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is; the schedule itself is given to the constructor again."""
+        return {key: value for key, value in super().state_dict().items() if key not in _NOT_SAVED}
+
+    def _step(self) -> float:
+        return self.last_epoch if self._stretch == 1.0 else self.last_epoch * self._stretch
+
+
+_NOT_SAVED = {"_curves", "_writes", "_stretch", "total_steps"}
+
+
+class _Curve:
+    """The center in one place, step by step."""
+
+    def __init__(self, steps: Sequence[int], values: Sequence[float]) -> None:
+        self._steps, self._values = steps, values
+
+    def at(self, step: float) -> float:
+        right = bisect.bisect_left(self._steps, step)
+        if right == len(self._steps):
+            return self._values[-1]
+        if self._steps[right] == step or right == 0:
+            return self._values[right]
+        low, high = self._steps[right - 1], self._steps[right]
+        part = (step - low) / (high - low)
+        return (1 - part) * self._values[right - 1] + part * self._values[right]
+
+
+def _checked(schedule: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
+    told = schedule if isinstance(schedule, Mapping) else json.loads(Path(schedule).read_text())
+    if not isinstance(told, Mapping) or told.get("kind") != _KIND:
+        raise ValueError(f"schedule must be what `hdet export` writes, got {str(schedule)[:80]!r}; write for example "
+                         '"schedule.json"')  # fmt: skip
+    if told["version"] > VERSION:
+        raise ValueError(f"schedule has version {told['version']}, this hdet reads up to {VERSION}; upgrade hdet")
+    return cast("Mapping[str, Any]", told)
+
+
+def _curves(hyperparameters: Mapping[str, Any]) -> dict[tuple[str, str], _Curve]:
+    found = {}
+    for name, told in hyperparameters.items():
+        if any(center is None or not math.isfinite(center) for row in told["centers"] for center in row):
+            raise ValueError(f"schedule holds centers of {name} that are not finite; export a run that did not diverge")
+        for column, place in enumerate(told["places"]):
+            found[name, place] = _Curve(told["steps"], [row[column] for row in told["centers"]])
+    return found
+
+
+def _placed(
+    curves: Mapping[tuple[str, str], _Curve], optimizer: Optimizer, which: int
+) -> list[tuple[int, list[str], _Curve]]:
+    """Parameter group, entry and curve of all that this optimizer's groups hold."""
+    found = [(_IN_GROUPS.fullmatch(place), name, curve) for (name, place), curve in curves.items()]
+    own = [
+        (int(match["group"]), match["entry"].split("/"), name, curve)
+        for match, name, curve in found
+        if match is not None and int(match["optimizer"]) == which
+    ]
+    groups = optimizer.param_groups
+    if not own:
+        raise ValueError(f"schedule holds nothing for optimizer {which} of its run; give `which` an index that it has")
+    for group, entry, name, _ in own:
+        if group >= len(groups):
+            raise ValueError(
+                f"schedule has {name} in parameter group {group}, but optimizer has {len(groups)} groups; make the "
+                "groups as in the run that it comes from"
+            )
+        if entry[0] not in groups[group]:
+            raise ValueError(f"schedule has {name}, but {type(optimizer).__name__} has no {entry[0]!r} in its groups")
+    return [(group, entry, curve) for group, entry, _, curve in own]

@@ -1,0 +1,157 @@
+"""A run in five sentences: what was tried, who won, what the controller did, what it cost, whether all is well."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hdet.report.run import Status
+
+_HIGHEST = ("center", "base")
+_MOST_NAMES = 4  # hyperparameters that are told one by one
+_ALARMS = re.compile(r"rolled back|quarantin|diverge|not finite", re.IGNORECASE)
+_CLOSE = 0.1  # of the rounds: nearer to a half than that is no preference
+
+
+def summary(lines: Sequence[Mapping[str, Any]], status: Status) -> list[dict[str, str]]:
+    """Titles and texts of a few lines, the last one with a `tone`: good, or bad if someone should look."""
+    if not lines:
+        tone = "good" if status.state in ("waiting", "running", "ended") else "bad"
+        return [{"title": "Health", "text": f"{status.text}; no rounds are recorded.", "tone": tone}]
+    names = _told(lines[-1]["hyperparameters"])
+    return [
+        {"title": "Tried", "text": _tried(lines, names)},
+        {"title": "Won", "text": _won(lines, names)},
+        {"title": "Controller", "text": _controller(lines, names)},
+        {"title": "Cost", "text": _cost(lines)},
+        _health(lines, status),
+    ]
+
+
+def _told(hyperparameters: Mapping[str, Any]) -> list[str]:
+    return list(hyperparameters)[:_MOST_NAMES]
+
+
+def _tried(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    replicas = len(lines[-1]["scores"])
+    said = [f"{_count(replicas, 'replica')}, {_count(len(lines), 'round')} of {_interval(lines)}."]
+    for name in names:
+        row = next((r for line in reversed(lines) if (r := _explored(line, name)) is not None), None)
+        if row is None:
+            said.append(f"{name}: not explored.")
+            continue
+        low, high = min(row["values"]), max(row["values"])
+        if row["center"] and row["center"] > 0 and low > 0:
+            said.append(f"{name}: {low / row['center']:.2f} to {high / row['center']:.2f} times its center.")
+        else:
+            said.append(f"{name}: {low:.3g} to {high:.3g}.")
+    return "\n".join(said)
+
+
+def _won(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    said = []
+    for name in names:
+        higher = rounds = 0
+        for line in lines:
+            row, losses = _explored(line, name), line.get("probe") or line["scores"]
+            known = [(loss, replica) for replica, loss in enumerate(losses) if loss is not None]
+            if row is None or not known or len(row["values"]) != len(losses):
+                continue
+            rounds += 1
+            higher += row["values"][min(known)[1]] > (row["center"] or 0.0)
+        if not rounds:
+            continue
+        share = higher / rounds
+        if abs(share - 0.5) <= _CLOSE:
+            said.append(f"{name}: neither side, the higher values in {share:.0%} of {_count(rounds, 'round')}.")
+        else:
+            side = "higher" if share > 0.5 else "lower"
+            said.append(f"{name}: the {side} values, in {max(share, 1 - share):.0%} of {_count(rounds, 'round')}.")
+    return "\n".join(said) or "No replica was compared with another."
+
+
+def _controller(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    said = []
+    for name in names:
+        rows = [line["hyperparameters"][name] for line in lines if name in line["hyperparameters"]]
+        moved = [row for row in rows if row.get("decision") not in ("kept", "", None)]
+        if not moved:
+            why = f" ({_why(rows[-1])})" if _why(rows[-1]) else ""
+            said.append(f"{name}: on the schedule, x{_number(rows[-1]['scale'])}{why}.")
+            continue
+        now = f"{name}: now x{_number(rows[-1]['scale'])} of the schedule, moved in {_count(len(moved), 'round')}."
+        why = f" ({_why(moved[-1])})" if _why(moved[-1]) else ""
+        center, base = (max((row[key] for row in rows if row[key] is not None), default=None) for key in _HIGHEST)
+        highest = f"At most {_number(center)}, where the schedule has {_number(base)}."
+        said.append(f"{now} {highest} Last: {moved[-1]['decision']}{why}.")
+    return "\n".join(said)
+
+
+def _why(row: Mapping[str, Any]) -> str:
+    return str(row.get("finding") or "").partition(": ")[2]
+
+
+def _cost(lines: Sequence[Mapping[str, Any]]) -> str:
+    total, converge, probe = (
+        math.fsum(line.get(f"{part}_seconds") or 0.0 for line in lines) for part in ("round", "converge", "probe")
+    )
+    if total <= 0:
+        return "No times were recorded."
+    return (
+        f"{(converge + probe) / total:.1%} of {_seconds(total)}: converge {converge / total:.1%}, "
+        f"probe {probe / total:.1%}. The rest is training."
+    )
+
+
+def _health(lines: Sequence[Mapping[str, Any]], status: Status) -> dict[str, str]:
+    losses = [line.get("probe") or line["scores"] for line in lines]
+    judged = [row for row in losses if any(loss is not None for loss in row)]
+    holes = sum(any(loss is None for loss in row) for row in judged)
+    alarms = sum(bool(_ALARMS.search(str(text))) for line in lines for text in line.get("events") or ())
+    # Rounds without a single loss are those in which nothing was gathered, or in which all replicas were lost.
+    lost = sum(
+        all(loss is None for loss in row) and _is_explored(line) for row, line in zip(losses, lines, strict=True)
+    )
+    wrong = []
+    if holes + lost:
+        wrong.append(f"{_count(holes + lost, 'round')} with losses that are not finite")
+    if alarms:
+        wrong.append(f"{_count(alarms, 'alarm')} in the events below")
+    good = status.state in ("running", "ended", "waiting") and not wrong
+    said = f"{status.text[:1].upper()}{status.text[1:]}."
+    said += f" {'; '.join(wrong)}." if wrong else " All losses are finite, no rollback." if judged else ""
+    means = [sum(known) / len(known) for row in judged if (known := [x for x in row if x is not None])]
+    if means:
+        said += f" Loss {means[0]:.4g} in the first round, {means[-1]:.4g} in the last."
+    return {"title": "Health", "text": said, "tone": "good" if good else "bad"}
+
+
+def _explored(line: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    row: Mapping[str, Any] | None = line["hyperparameters"].get(name)
+    values = [] if row is None else row["values"]
+    return row if values and None not in values and min(values) != max(values) else None
+
+
+def _is_explored(line: Mapping[str, Any]) -> bool:
+    return any(_explored(line, name) is not None for name in line["hyperparameters"])
+
+
+def _interval(lines: Sequence[Mapping[str, Any]]) -> str:
+    steps = sorted({line.get("steps") or 0 for line in lines if line["full"]} or {lines[-1].get("steps") or 0})
+    return _count(steps[0], "step") if len(steps) == 1 else f"{steps[0]} to {steps[-1]} steps"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def _number(x: float | None) -> str:
+    return "?" if x is None else f"{x:,.0f}" if 1000 <= abs(x) < 1e6 else f"{x:.3g}"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,184 @@
+"""Records as files: strict, complete after every round, and readable after a kill."""
+
+import dataclasses
+import json
+import math
+import statistics
+import time
+
+import pytest
+import torch
+from processes import run
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+
+import hdet
+from hdet.json_lines import to_line
+
+
+def loads(text):
+    """Strict JSON: no NaN, no Infinity."""
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def make_record(replicas=8, names=("learning_rate", "weight_decay"), **changes):
+    values = tuple(0.1 * (1 + replica / 10) for replica in range(replicas))
+    row = hdet.HyperparameterRecord(
+        0.1, 0.2, values, 2.5, 2.5, {"velocity": 1 / 3}, 0.1, 0.05, "x2.76 +- 0.14", 2.0, ("0/0/lr",), (0.19,), (0.2,)
+    )
+    losses = tuple(1 + replica / 7 for replica in range(replicas))
+    record = hdet.RoundRecord(
+        3, 40, True, losses, dict.fromkeys(names, row), losses, 1.5, 2.0, 0.25, 0.25, ("something",), 10, 100
+    )
+    return dataclasses.replace(record, **changes)
+
+
+def train(path, steps, interval, total_steps=None, tensor=False, spread=0.2):
+    """The records of a real run, as they were handed out, and the rates that each step was taken with."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": torch.tensor(0.05) if tensor else 0.05}]
+    o = optim.SGD(groups, lr=torch.tensor(0.1) if tensor else 0.1)
+    if hdet.find_replicas().size > 1:
+        model = DistributedDataParallel(model)
+    schedule = optim.lr_scheduler.CosineAnnealingLR(o, steps)
+    kept, rates = [], []
+    ensemble = hdet.Ensemble(
+        o, [hdet.learning_rate(o, spread=spread)], interval=interval, model=model, total_steps=total_steps,
+        controller=hdet.Softmax(temperature=0.01), on_round=[hdet.JSONLines(path), kept.append],
+    )  # fmt: skip
+    for step in range(steps):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(9 * step + hdet.find_replicas().rank))
+        rates.append([float(group["lr"]) * ensemble.scales["learning_rate"] for group in o.param_groups])
+        loss = model(x).square().mean()
+        o.zero_grad()
+        loss.backward()
+        o.step()
+        ensemble.step(loss)  # before the scheduler: the next step's rate is not known yet
+        schedule.step()
+    ensemble.finish()
+    return kept, rates
+
+
+def test_what_is_read_is_what_was_handed_out(tmp_path):
+    path = tmp_path / "deep" / "rounds.jsonl"
+    (first, rates), (second, _) = run(train, 2, path, 11, 4)
+    read = hdet.read_records(path)
+    assert len(path.read_text().splitlines()) == len(first) == 3  # one replica wrote
+    assert [dataclasses.replace(r, hyperparameters={}) for r in read] == [
+        dataclasses.replace(r, hyperparameters={}) for r in first
+    ]
+    for record, there, other in zip(read, first, second, strict=True):
+        row, was = record.hyperparameters["learning_rate"], there.hyperparameters["learning_rate"]
+        finite = math.isfinite(was.error)  # inf before the second round, which is null in JSON
+        assert row == (was if finite else dataclasses.replace(was, error=None))
+        assert row == dataclasses.replace(other.hyperparameters["learning_rate"], error=row.error)
+        assert row.places == ("0/0/lr", "0/1/lr")
+        assert list(row.first) == rates[record.step - record.steps]
+        assert list(row.last) == rates[record.step - 1]
+        assert row.center == row.last[0]
+    assert [(r.step, r.steps, r.full, r.last) for r in read] == [
+        (4, 4, True, False), (8, 4, True, False), (11, 3, False, True),
+    ]  # fmt: skip
+    assert any("raised" in h.decision or "lowered" in h.decision for r in read for h in r.hyperparameters.values())
+
+
+@pytest.mark.parametrize(("steps", "total", "last"), [(8, None, (8, 0)), (8, 8, (8, 4)), (10, 10, (10, 2))])
+def test_the_last_record_says_so(tmp_path, steps, total, last):
+    train(tmp_path / "rounds.jsonl", steps, 4, total)
+    read = hdet.read_records(tmp_path / "rounds.jsonl")
+    assert [r.last for r in read] == [False] * (len(read) - 1) + [True]
+    assert (read[-1].step, read[-1].steps) == last
+
+
+def test_tensor_rates_and_rounds_without_exploration_are_recorded_too(tmp_path):
+    _, rates = train(tmp_path / "rounds.jsonl", 9, 3, tensor=True, spread=0.2)  # one replica: nothing is explored
+    read = hdet.read_records(tmp_path / "rounds.jsonl")
+    rows = [(r, r.hyperparameters["learning_rate"]) for r in read if r.steps]
+    assert len(rows) == 3
+    for record, row in rows:
+        assert list(row.first) == rates[record.step - 3]
+        assert list(row.last) == rates[record.step - 1]
+        assert math.isnan(record.scores[0])
+
+
+def test_lines_are_strict_json_whatever_the_numbers():
+    awkward = (math.nan, math.inf, -math.inf, 5e-324)
+    row = hdet.HyperparameterRecord(math.nan, 1.0, awkward, 1.0, math.inf, {"v": math.nan}, 0.0, math.inf)
+    name = "</script><script>alert(1)</script>" + '"' * 10_000
+    record = make_record(scores=awkward, probe=awkward, start=math.nan, hyperparameters={name: row})
+    text = to_line(record, 1.0)
+    line = loads(text)
+    assert text.endswith("}\n")
+    assert text.count("\n") == 1
+    assert line["version"] == 1
+    assert line["scores"] == [None, None, None, 5e-324]
+    assert line["start"] is None
+    assert line["hyperparameters"][name]["proposed_scale"] is None
+    assert set(loads(to_line(make_record(), 1.0))) == set(line)
+
+
+def test_a_line_cut_short_is_left_out_and_then_overwritten(tmp_path):
+    path = tmp_path / "rounds.jsonl"
+    write = hdet.JSONLines(path)
+    for number in range(3):
+        write(make_record(round=number))
+    write.close()
+    whole = path.read_bytes()
+    start = whole.rindex(b"\n", 0, -1) + 1
+    for cut in (1, 17, len(whole) - start - 1):
+        path.write_bytes(whole[: start + cut])
+        assert [r.round for r in hdet.read_records(path)] == [0, 1]
+    hdet.JSONLines(path)(make_record(round=2))
+    assert [r.round for r in hdet.read_records(path)] == [0, 1, 2]
+
+
+def test_rounds_that_a_resumed_run_did_again_are_read_once(tmp_path):
+    path = tmp_path / "rounds.jsonl"
+    for number, step in [(0, 10), (1, 20), (2, 30), (1, 21), (2, 31), (3, 41)]:
+        hdet.JSONLines(path)(make_record(round=number, step=step))
+    assert [(r.round, r.step) for r in hdet.read_records(path)] == [(0, 10), (1, 21), (2, 31), (3, 41)]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("hello\n", "one JSON object per line"), ("[1]\n", "as hdet.JSONLines writes them"),
+     ('{"version": 2, "round": 0, "step": 1, "scores": [], "hyperparameters": {}}\n', "reads up to 1")],
+)  # fmt: skip
+def test_other_files_are_refused(tmp_path, text, says):
+    (tmp_path / "rounds.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=says):
+        hdet.read_records(tmp_path / "rounds.jsonl")
+
+
+def test_keys_of_later_versions_are_left_out(tmp_path):
+    line = loads(to_line(make_record(), 1.0))
+    line["mood"] = "good"
+    line["hyperparameters"]["learning_rate"]["colour"] = [1, 2]
+    (tmp_path / "rounds.jsonl").write_text(json.dumps(line) + "\n")
+    assert hdet.read_records(tmp_path / "rounds.jsonl") == [make_record()]
+
+
+def test_a_record_costs_less_than_a_millisecond(tmp_path):
+    write, record, seconds = hdet.JSONLines(tmp_path / "rounds.jsonl"), make_record(), []
+    for _ in range(300):
+        began = time.perf_counter()
+        write(record)
+        seconds.append(time.perf_counter() - began)
+    assert statistics.median(seconds) < 1e-3
+
+
+def test_metrics_are_flat_finite_numbers():
+    flat = hdet.metrics(make_record(scores=(1.0, math.nan, 3.0), probe=None, start=None))
+    assert all(isinstance(value, float) and math.isfinite(value) for value in flat.values())
+    assert flat["loss/mean"] == 2.0
+    assert flat["loss/best_replica"] == 0.0
+    assert "loss/replica_1" not in flat
+    assert flat["learning_rate/scale"] == 2.5
+    assert flat["overhead"] == 0.25
+    many = hdet.metrics(make_record(replicas=1000))
+    assert len(many) < 40

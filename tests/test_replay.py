@@ -1,0 +1,168 @@
+"""A learned schedule taken home: replayed to the last digit, stretched, resumed, refused where it does not fit."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from processes import run
+from torch import nn, optim
+
+import hdet
+
+STEPS, INTERVAL = 23, 5
+
+
+def make(groups=2, lr=0.1):
+    """A model and its optimizer; another rate for each group."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(groups)))
+    parts = [{"params": layer.parameters(), "lr": lr / (k + 1)} for k, layer in enumerate(model)]
+    return model, optim.AdamW(parts, lr=lr, weight_decay=0.1)
+
+
+def learn(path, per_group):
+    """Train on two replicas with a controller that moves everything; what each step was taken with."""
+    model, o = make()
+    ddp = hdet.data_parallel(model)
+    rates = hdet.learning_rate(o, spread=0.3, per_group=per_group)
+    explored = [rates, hdet.weight_decay(o, spread=0.3), hdet.momentum(o, spread=0.3)]
+    scalar = hdet.scalar("temperature", 1.0, spread=0.1)
+    ensemble = hdet.Ensemble(
+        o, [*explored, scalar], total_steps=STEPS, interval=INTERVAL, model=ddp, gradients="local",
+        controller=hdet.Softmax(temperature=1e-3, momentum=0.0), on_round=[hdet.JSONLines(path)],
+    )  # fmt: skip
+    schedule = optim.lr_scheduler.ExponentialLR(o, 0.97)
+    seen = []
+    for step in range(STEPS):
+        scales = ensemble.scales
+        rate = [scales[f"learning_rate/{k}"] if per_group else scales["learning_rate"] for k in range(2)]
+        seen.append([group["lr"] * scale for group, scale in zip(o.param_groups, rate, strict=True)])
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(7 * step + hdet.find_replicas().rank))
+        loss = (ddp(x) / scalar.value).square().mean()
+        loss.backward()
+        o.step()
+        o.zero_grad()
+        schedule.step()
+        ensemble.step(loss)
+    return seen
+
+
+@pytest.fixture(scope="module", params=[False, True])
+def learned(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("learned") / "rounds.jsonl"
+    seen = run(learn, 2, path, request.param)[0]
+    return hdet.read_records(path), seen
+
+
+def replayed(scheduler, o, steps):
+    """Learning rates by step, and everything else, as a plain loop sees them."""
+    rates, others = [], []
+    for _ in range(steps):
+        rates.append([group["lr"] for group in o.param_groups])
+        others.append([(group["weight_decay"], *group["betas"]) for group in o.param_groups])
+        assert scheduler.get_last_lr() == rates[-1]
+        o.step()
+        scheduler.step()
+    return rates, others
+
+
+def test_the_replayed_values_are_the_recorded_centers_to_the_last_digit(learned, tmp_path):
+    records, seen = learned
+    (tmp_path / "schedule.json").write_text(json.dumps(hdet.make_schedule(records)))
+    _, o = make()
+    scheduler = hdet.ReplayLR(o, tmp_path / "schedule.json")
+    rates, others = replayed(scheduler, o, STEPS)
+    assert len({tuple(rate) for rate in rates}) == STEPS
+    for record in records:
+        for step in (record.step - record.steps, record.step - 1):
+            assert rates[step] == seen[step]
+        decay, beta = record.hyperparameters["weight_decay"], record.hyperparameters["beta1"]
+        assert decay.scale_before != 1.0 or record.round == 0  # moved, so there is something to replay
+        assert others[record.step - 1] == [(d, b, 0.999) for d, b in zip(decay.last, beta.last, strict=True)]
+    for ours, theirs in zip(itertools.chain(*rates), itertools.chain(*seen), strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-3)  # straight lines between the first and last step of a round
+
+
+def test_what_the_forward_pass_reads_is_in_values(learned):
+    records, _ = learned
+    _, o = make()
+    scheduler = hdet.ReplayLR(o, hdet.make_schedule(records))
+    for step in range(STEPS):
+        record = next(r for r in records if step < r.step)
+        assert scheduler.values["temperature"] == pytest.approx(record.hyperparameters["temperature"].center)
+        o.step()
+        scheduler.step()
+
+
+def test_it_stretches(learned):
+    schedule = hdet.make_schedule(learned[0])
+    _, o = make()
+    plain, _ = replayed(hdet.ReplayLR(o, schedule), o, STEPS)
+    _, o = make()
+    long, _ = replayed(hdet.ReplayLR(o, schedule, total_steps=2 * STEPS - 1), o, 2 * STEPS + 5)
+    assert long[0 : 2 * STEPS : 2] == [[pytest.approx(lr) for lr in rates] for rates in plain]
+    for before, between, after in zip(long[0::2], long[1 : 2 * STEPS - 2 : 2], long[2::2], strict=False):
+        assert between == [pytest.approx((a + c) / 2) for a, c in zip(before, after, strict=True)]
+    assert long[-1] == long[2 * STEPS - 1] == plain[-1]  # held after the end
+
+
+def test_it_resumes_like_any_scheduler(learned):
+    schedule = hdet.make_schedule(learned[0])
+    _, o = make()
+    whole, _ = replayed(hdet.ReplayLR(o, schedule), o, STEPS)
+    _, o = make()
+    scheduler = hdet.ReplayLR(o, schedule)
+    replayed(scheduler, o, 9)
+    saved = json.loads(json.dumps(scheduler.state_dict())), o.state_dict()
+    _, again = make()
+    resumed = hdet.ReplayLR(again, schedule)
+    resumed.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    assert len(json.dumps(saved[0])) < 500
+    assert replayed(resumed, again, STEPS - 9)[0] == whole[9:]
+
+
+def test_it_sits_in_torchs_chains(learned):
+    schedule = hdet.make_schedule(learned[0])
+    _, o = make()
+    chain = optim.lr_scheduler.SequentialLR(
+        o, [hdet.ReplayLR(o, schedule), optim.lr_scheduler.ConstantLR(o, 0.5)], milestones=[10]
+    )
+    seen = []
+    for _ in range(12):
+        seen.append(o.param_groups[0]["lr"])
+        o.step()
+        chain.step()
+    _, o = make()
+    assert seen[:10] == [rates[0] for rates in replayed(hdet.ReplayLR(o, schedule), o, 10)[0]]
+
+
+def test_a_run_that_was_cut_off_is_replayed_with_a_warning(learned):
+    schedule = hdet.make_schedule(learned[0][:2])
+    assert not schedule["complete"]
+    assert schedule["total_steps"] == STEPS
+    _, o = make()
+    with pytest.warns(UserWarning, match=f"cut off before step {STEPS}; its values of step 9 are held"):
+        scheduler = hdet.ReplayLR(o, schedule)
+    rates, _ = replayed(scheduler, o, STEPS)
+    assert rates[9] == rates[-1]
+
+
+def test_what_does_not_fit_is_refused(learned, tmp_path):
+    schedule = hdet.make_schedule(learned[0])
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match="must be what `hdet export` writes"):
+        hdet.ReplayLR(make()[1], tmp_path / "other.json")
+    with pytest.raises(ValueError, match="optimizer has 1 groups; make the groups as in the run"):
+        hdet.ReplayLR(make(groups=1)[1], schedule)
+    with pytest.raises(ValueError, match="SGD has no 'betas'"):
+        hdet.ReplayLR(optim.SGD([{"params": [p]} for p in make()[0].parameters()], lr=0.1), schedule)
+    with pytest.raises(ValueError, match="nothing for optimizer 1"):
+        hdet.ReplayLR(make()[1], schedule, which=1)
+    with pytest.raises(ValueError, match="upgrade hdet"):
+        hdet.ReplayLR(make()[1], {**schedule, "version": 2})
+    with pytest.raises(ValueError, match="total_steps must be at least 1"):
+        hdet.ReplayLR(make()[1], schedule, total_steps=0)
+    with pytest.raises(ValueError, match="no round to export"):
+        hdet.make_schedule([])
