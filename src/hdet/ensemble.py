@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 
 from hdet import checks, guard, no_effect
 from hdet import converge as averaging
+from hdet.agreement.agreement import agreed, claim, settle
+from hdet.agreement.fingerprint import Claims, fingerprint, plain
 from hdet.arguments import check_count
 from hdet.assignment import Design
 from hdet.controllers import Auto, Controller, Fixed, Observation, Report, Steering, plan
@@ -93,6 +95,7 @@ class Ensemble:
             ensemble.step(loss)
     """
 
+    @agreed("hdet.Ensemble")
     def __init__(
         self,
         optimizer: Optimizer | Sequence[Optimizer],
@@ -155,6 +158,12 @@ class Ensemble:
         self._probe, self._process_group = probe, process_group
         self._found: FoundRate | None = None
         self._rates = [h.name for h in self._hyperparameters if isinstance(h, InGroups) and h.key == "lr"]
+        self._attach(model if explores else None)
+        self._agreed = self.replicas.size > 1
+        claim(self._claims(), undo=self.close)
+
+    def _attach(self, watched: nn.Module | None) -> None:
+        """Hook into the optimizers, and into `watched`, whose state in mid-round is not the average."""
         self._opened = False  # whether this round's start has been noted
         self._clock = time.perf_counter()
         self._unseen = 0
@@ -164,13 +173,32 @@ class Ensemble:
         self._values = Values(self._optimizers, self._hyperparameters, self._before_step)
         self._fan_out = self._values.fan_out
         self._hooks = Hooks(self)
-        self._switch = LocalGradients(model if self._local else None)
+        self._switch = LocalGradients(self._model if self._local else None)
         self._switch.start()
         self._values.set(self.scales, self._rounds.multipliers)  # the first forward pass comes before the first step
         for undo in (self._values.close, self._switch.restore):  # an ensemble that is dropped leaves nothing behind
             weakref.finalize(self, undo).atexit = False
-        if model is not None and explores:
-            self._hooks.before_module_state_dict(innermost(model), self._before_state_dict)
+        if watched is not None:
+            self._hooks.before_module_state_dict(innermost(watched), self._before_state_dict)
+
+    def _claims(self) -> Claims:
+        """What must be the same on all replicas before the first step."""
+        start_step, replicas = self._rounds.at.step, self.replicas.size
+        options = {**self._options(), "replicas": replicas, "start_step": start_step, "probe": self._probe}
+        return fingerprint(
+            options, self._optimizers, self._model, self._hyperparameters, self._tensors.followers(),
+            sharded=not (self._explored or self._local),
+        )  # fmt: skip
+
+    def _options(self) -> dict[str, object]:
+        """What an ensemble is given beside its hyperparameters, as told to the others."""
+        keeper, controller = self._keeper, self._steering.controller
+        return {
+            "seed": self.seed, "interval": self.interval, "total_steps": self.total_steps, "act": self._steering.act,
+            "controller": plain(controller), "gradients": "local" if self._local else "shared",
+            "outer_step": self._outer.amount, "design": self.design, "probe": self._judge.probes,
+            "rollback": None if keeper is None else plain(keeper.rollback),
+        }  # fmt: skip
 
     def _check(
         self, controller: Controller, probe: object, gradients: Gradients, model: nn.Module | None, act: bool
@@ -407,6 +435,9 @@ class Ensemble:
         if self.closed:
             raise RuntimeError("this ensemble is closed; make a new one to go on exploring")
         if self._rounds.start():
+            if not self._agreed and self.replicas.size > 1:  # there were no replicas yet when it was made
+                settle(self.replicas, "the first step of hdet.Ensemble", self._claims())
+                self._agreed = True
             self._begin_round()
 
     def _begin_round(self) -> None:
@@ -535,17 +566,11 @@ class Ensemble:
 
     def _agree(self, tensors: Sequence[Tensor], full: bool) -> Judged:
         """Check that all replicas are at the same place with the same tensors; return what they are judged by."""
-        controller = type(self._steering.controller).__name__
-        options = [
-            self.seed, self.interval, self.total_steps, self._steering.act, controller, self._local,
-            self._outer.amount, self.design, self._judge.probes, repr(self._steering.controller),
-            None if self._keeper is None else self._keeper.rollback,
-        ]  # fmt: skip
         device = collective_device(tensors or self._tensors.parameters())
         numbers = self._judge.end(self._rounds.at.round, full, self.replicas, device)
         layout = averaging.layout(tensors)
         step = self._rounds.at.step
-        table = guard.agree(self.replicas, step, layout, options, self._hyperparameters, numbers)
+        table = guard.agree(self.replicas, step, layout, [*self._options().items()], self._hyperparameters, numbers)
         return self._judge.read(table, full)
 
     # Small steps

@@ -88,6 +88,11 @@ class InProcess(Replicas):
         self._table = table
         self._meetings = 0
 
+    def settle(self, mine: str, decide: Callable[[list[str]], str]) -> str:
+        """What `decide` makes of everybody's `mine`."""
+        decided: str = self._meet(mine, decide)
+        return decided
+
     def gather(self, values: Tensor) -> list[list[float]]:
         """Every replica's vector, by replica."""
         found: list[list[float]] = self._meet(values.tolist(), list)

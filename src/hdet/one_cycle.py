@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
+from hdet.agreement.agreement import agreed
 from hdet.arguments import Rule, check_count, check_number
 from hdet.assignment import check_spread
 from hdet.controllers import RULES, Fixed, Softmax
@@ -73,6 +74,7 @@ class OneCycleAutoLR(OneCycleLR):
     ensemble: Ensemble
     _ready = False  # torch's constructor takes a first step before there is an ensemble
 
+    @agreed("hdet.OneCycleAutoLR")
     def __init__(
         self,
         optimizer: Optimizer,

@@ -7,12 +7,14 @@ mixed up with those of DDP or of a data loader.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from hdet.board import Board
 
 
 class Replicas:
@@ -36,6 +38,17 @@ class Replicas:
             self.size = dist.get_world_size(process_group)
             if self.rank < 0:
                 raise ValueError("process_group must contain this rank; give each rank the group that it is in")
+
+    def settle(self, mine: str, decide: Callable[[list[str]], str]) -> str:
+        """Show `mine` to the first replica, which decides from everybody's; its decision. Through the store.
+
+        Not a collective, so that replicas which wait in vain can say for whom.
+
+        Raises:
+            MissingError: if some replicas do not come within the group's timeout.
+        """
+        board = self._board()
+        return decide([mine] * self.size) if board is None else board.settle(mine, decide)
 
     def gather(self, values: Tensor) -> list[list[float]]:
         """Every replica's float64 vector `values`, by replica: one collective, one read from the device."""
@@ -73,6 +86,11 @@ class Replicas:
         if self._own is not None and dist.is_initialized():
             dist.destroy_process_group(self._own)
         self._own = None
+
+    def _board(self) -> Board | None:
+        """Where the replicas leave notes; None in a dry run on a fake group, where there is nobody else."""
+        parent = self._parent or dist.group.WORLD
+        return None if parent is None or dist.get_backend(parent) == "fake" else Board(parent)
 
     def _group(self) -> dist.ProcessGroup:
         if self._own is None:

@@ -49,12 +49,16 @@ class Tensors:
         """All buffers of the model, whatever their dtype."""
         return [] if self._model is None else list(self._model.buffers())
 
+    def followers(self) -> list[Tensor]:
+        """What follows the weights and is averaged along."""
+        return converge.module_tensors(self._also)
+
     def weights(self) -> list[Tensor]:
         """What makes up the consensus: parameters, buffers and followers."""
         found = [
             *converge.parameters(self._optimizers, self._trained),
             *converge.buffers(self._model),
-            *converge.module_tensors(self._also),
+            *self.followers(),
         ]
         apart = {id(t) for h in self._forward for t in h.tensors()}  # replicas differ in these on purpose
         return list({id(t): t for t in found if id(t) not in apart}.values())
@@ -74,6 +78,6 @@ class Tensors:
         ]
         counters = [t for t in state if t.dim() == 0]  # differ where steps were skipped; never averaged
         weights = converge.parameters(self._optimizers, self._trained)
-        shared = [*weights, *(t for t in state if t.dim() > 0), *converge.module_tensors(self._also)]
+        shared = [*weights, *(t for t in state if t.dim() > 0), *self.followers()]
         apart = {id(t) for h in self._forward for t in h.tensors()}
         return shared, [*(b for b in self.buffers() if id(b) not in apart), *counters]
