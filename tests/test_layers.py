@@ -34,14 +34,17 @@ MAY_IMPORT = {
     "rollback": {"arguments", "converge", "replicas"},
     "judge": {"probe", "replicas", "score"},
     "guard": {"hyperparameters", "replicas"},
+    "gradient_guard": {"hooks"},
+    "joining": set(),
+    "quarantine": {"board", "converge", "gradient_guard", "judge", "replicas"},
     "checks": {
         "arguments", "assignment", "controllers", "hyperparameters", "local_gradients", "probe", "rollback",
     },
     "no_effect": {"controllers"},
     "ensemble": {
-        "agreement", "arguments", "assignment", "checks", "controllers", "converge", "guard", "hooks",
-        "hyperparameters", "judge", "local_gradients", "no_effect", "outer_step", "probe", "range_test", "record",
-        "replicas", "rollback", "rounds", "score", "tensors", "values",
+        "agreement", "arguments", "assignment", "checks", "controllers", "converge", "gradient_guard", "guard", "hooks",
+        "hyperparameters", "joining", "judge", "local_gradients", "no_effect", "outer_step", "probe", "quarantine",
+        "range_test", "record", "replicas", "rollback", "rounds", "score", "tensors", "values",
     },
     "one_cycle": {
         "agreement", "arguments", "assignment", "controllers", "ensemble", "hooks", "hyperparameters", "no_effect",

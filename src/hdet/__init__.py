@@ -3,7 +3,7 @@
 Read `hdet.ensemble` first: its `step()` is the protocol.
 """
 
-from hdet.controllers import Auto, Controller, Fixed, LineSearch, Observation, Plan, Report, Slope, Softmax
+from hdet.controllers import Auto, Controller, Fixed, Limits, LineSearch, Observation, Plan, Report, Slope, Softmax
 from hdet.ensemble import Ensemble
 from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.hyperparameters.in_forward import Scalar, attribute, dropout, scalar
@@ -14,7 +14,7 @@ from hdet.probe.probe import Probe
 from hdet.range_test.find_lr import FindLRError, find_lr
 from hdet.range_test.found_rate import FoundRate
 from hdet.record import HyperparameterRecord, RoundRecord
-from hdet.replicas import find_replicas
+from hdet.replicas import LostReplicaError, find_replicas
 from hdet.rollback.rollback import Rollback
 from hdet.warm_init import warm_init
 
@@ -29,7 +29,9 @@ __all__ = [
     "FoundRate",
     "Hyperparameter",
     "HyperparameterRecord",
+    "Limits",
     "LineSearch",
+    "LostReplicaError",
     "Observation",
     "OneCycleAutoLR",
     "Plan",

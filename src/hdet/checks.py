@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hdet.arguments import check_count
 from hdet.assignment import Design
-from hdet.controllers import Controller, Fixed, LineSearch
+from hdet.controllers import Controller, Fixed, Limits, LineSearch
 from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.hyperparameters.in_forward import InForward
 from hdet.hyperparameters.in_groups import InGroups
@@ -61,6 +61,13 @@ def check_rollback(rollback: Rollback) -> Rollback:
     if not isinstance(rollback, Rollback):
         raise TypeError(f"rollback must be an hdet.Rollback, got {rollback!r}; write rollback=hdet.Rollback()")
     return rollback
+
+
+def check_limits(limits: Limits | None) -> Limits:
+    """The limits, if they are some."""
+    if limits is not None and not isinstance(limits, Limits):
+        raise TypeError(f"limits must be an hdet.Limits, got {limits!r}; write limits=hdet.Limits(per_round=2.0)")
+    return Limits() if limits is None else limits
 
 
 def check_controller(controller: object) -> None:

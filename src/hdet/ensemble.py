@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,18 +28,21 @@ from hdet.agreement.agreement import agreed, claim, settle
 from hdet.agreement.fingerprint import Claims, fingerprint, plain
 from hdet.arguments import check_count
 from hdet.assignment import Design
-from hdet.controllers import Auto, Controller, Fixed, Observation, Report, Steering, plan
+from hdet.controllers import Auto, Controller, Fixed, Limits, Observation, Report, Steering, plan
+from hdet.gradient_guard import GradientGuard, finite
 from hdet.hooks import Hooks, innermost, unwrap
 from hdet.hyperparameters.hyperparameter import Hyperparameter, flatten, representative
 from hdet.hyperparameters.in_groups import InGroups, learning_rate
+from hdet.joining import joined
 from hdet.judge import AnyProbe, Judge, Judged
 from hdet.local_gradients import Gradients, LocalGradients
 from hdet.outer_step import OuterStep
 from hdet.probe.probe import Probe
+from hdet.quarantine import Census, condition, ended, restore_state, take_census
 from hdet.range_test.find_lr import find_lr
 from hdet.range_test.found_rate import FoundRate
 from hdet.record import HyperparameterRecord, OnRound, RoundRecord
-from hdet.replicas import Replicas, collective_device
+from hdet.replicas import LostReplicaError, Replicas, collective_device
 from hdet.rollback.rollback import Keeper, Rollback, Verdict
 from hdet.rounds import Rounds
 from hdet.score import Loss, as_loss
@@ -46,6 +50,7 @@ from hdet.tensors import Tensors
 from hdet.values import Values
 
 _MOST_UNSEEN = 100
+_ENDED = "the end of its data"
 _VERSION = 2
 
 
@@ -71,6 +76,11 @@ class Ensemble:
             what the controller wants.
         rollback: what to do when the run diverges: an `hdet.Rollback`; None to do nothing. Needs the losses, and one
             small gather at the end of each round. Data and schedule do not rewind.
+        guard: leave out what is not finite: a step whose gradient is not is skipped on all replicas alike, a replica
+            whose weights, optimizer state or score are not is left out of the average and given it. See docs/safety.md
+            for what that costs.
+        limits: how far any controller may move a scale, per round and overall: an `hdet.Limits`.
+        atomic: a replica that is lost while the others average leaves their weights as they were. Costs a copy of them.
         act: False to observe: everything is measured and recorded, the centers stay on the schedule (except that a
             rollback cuts the learning rates).
         model: the trained module; its floating-point buffers (BatchNorm statistics) are averaged too.
@@ -82,6 +92,7 @@ class Ensemble:
 
     Attributes:
         closed: whether `close()` was called: steps are plain from then on.
+        last_checkpoint: where the run can be resumed from, if you say; errors that end a run point there.
 
     Raises:
         TypeError, ValueError: for an argument that cannot work, with what to write instead.
@@ -109,6 +120,9 @@ class Ensemble:
         outer_step: float | None = None,
         design: Design | None = None,
         rollback: Rollback | None = None,
+        guard: bool = False,
+        limits: Limits | None = None,
+        atomic: bool = False,
         act: bool = True,
         model: nn.Module | None = None,
         also: Sequence[nn.Module | Tensor] = (),
@@ -143,7 +157,7 @@ class Ensemble:
         self._tensors = Tensors(self._optimizers, model, tuple(also), self._hyperparameters, self._local)
         self._on_round = tuple(on_round)
 
-        self._steering = Steering(controller, names, act)
+        self._steering = Steering(controller, names, act, checks.check_limits(limits))
         no_effect.warn_without_effect(controller, act, bool(self._explored), self.interval, total_steps)
         no_effect.warn_of_probe(controller, probe, self._plan, self._local)
         self._rounds = Rounds(
@@ -152,6 +166,8 @@ class Ensemble:
         )  # fmt: skip
         self._rounds.start_from(start_step)
         self._keeper = None if rollback is None else Keeper(checks.check_rollback(rollback))
+        self._guarded, self._atomic = bool(guard), bool(atomic)
+        self.last_checkpoint: str | None = None
         self._outer = OuterStep(self._plan.outer_step if outer_step is None else outer_step)
         no_effect.warn_of_outer_step(self._outer.amount, self.interval, total_steps)
         self._judge = Judge(probe, model)
@@ -172,6 +188,8 @@ class Ensemble:
         self._warned_state_dict = False
         self._values = Values(self._optimizers, self._hyperparameters, self._before_step)
         self._fan_out = self._values.fan_out
+        self._guard = GradientGuard(self._optimizers if self._guarded else ())
+        self._ended = self._joining = False
         self._hooks = Hooks(self)
         self._switch = LocalGradients(self._model if self._local else None)
         self._switch.start()
@@ -197,7 +215,8 @@ class Ensemble:
             "seed": self.seed, "interval": self.interval, "total_steps": self.total_steps, "act": self._steering.act,
             "controller": plain(controller), "gradients": "local" if self._local else "shared",
             "outer_step": self._outer.amount, "design": self.design, "probe": self._judge.probes,
-            "rollback": None if keeper is None else plain(keeper.rollback),
+            "rollback": None if keeper is None else plain(keeper.rollback), "guard": self._guarded,
+            "limits": plain(self._steering.limits), "atomic": self._atomic,
         }  # fmt: skip
 
     def _check(
@@ -235,6 +254,8 @@ class Ensemble:
             self._note_unseen()
         elif self._count():
             self._end_round(full=self._rounds.full)
+        elif self._guarded and not (self._local or self._joining) and self._guard.stuck:
+            self._end_round(full=False)  # one sick replica keeps all from training: do not wait for the round's end
 
     def check_loss(self, loss: Loss | None) -> Tensor | float | None:
         """What `step()` would add of this loss; raises as it would, and changes nothing."""
@@ -306,14 +327,49 @@ class Ensemble:
             raise RuntimeError("consensus() is entered already; leave it before entering it again")
         self._start()
         tensors = [] if self._equal else self._tensors.weights()
-        if tensors:
-            self._agree(tensors, full=False)
+        counted = self._agree(tensors, full=False)[1].counted if tensors else None
+        kept = self._tensors.buffers()
         self._in_consensus, self._fan_out.ready = True, False
         try:
-            with averaging.averaged(tensors, self.replicas, kept=self._tensors.buffers()), self._values.at_center():
+            with averaging.averaged(tensors, self.replicas, kept, counted), self._values.at_center():
                 yield
         finally:
             self._in_consensus = False
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Around a loop over data that end at different steps on different replicas. Collective: every replica enters.
+
+        A replica whose data have ended goes along: it is left out of the averages and gets them. With shared gradients
+        this is torch's join of DistributedDataParallel, which costs one small all-reduce per step, and at the end of
+        the loop all replicas hold the weights of the one that trained longest; with local gradients nothing is sent
+        between rounds, and all are averaged at the end.
+
+        An error in a collective within it, DDP's included, becomes an `hdet.LostReplicaError` that says who is missing.
+        """
+        self._start()
+        replicas = self.replicas
+        if replicas.size == 1:
+            yield
+            return
+        self._joining = True
+        replicas.arrive(f"step {self._rounds.at.step}")
+        try:
+            if self._local:
+                yield
+                self._go_along()
+            else:
+                with joined(self._model, self._follow):
+                    yield
+        except LostReplicaError:
+            raise
+        except Exception as error:
+            found = replicas.explain(error)
+            if found is None:
+                raise
+            raise found from error
+        finally:
+            self._joining = self._ended = False
 
     def close(self) -> None:
         """Remove every hook and give back the process group. Not collective; later steps are plain.
@@ -322,6 +378,7 @@ class Ensemble:
         """
         self.closed = True
         self._values.close()
+        self._guard.close()
         self._switch.restore()
         self._hooks.remove()
         self._rounds.close()
@@ -465,6 +522,22 @@ class Ensemble:
         self._unseen = 0
         return self._rounds.count(max(self._fan_out.count(), 1))
 
+    def _follow(self) -> None:
+        """Another replica takes a step, while this one has no more data."""
+        self._ended = True
+        if not self._opened:
+            self._open_round()
+        if not self._rounds.at.finished and self._rounds.count(1):
+            self._end_round(full=self._rounds.full)
+
+    def _go_along(self) -> None:
+        """End the rounds of the others, until nobody has data."""
+        self._ended = True
+        while self._joining and not self._rounds.at.finished:
+            if not self._opened:
+                self._open_round()
+            self._end_round(full=True)
+
     def _end_round(self, full: bool) -> None:
         records = []
         began = time.perf_counter()
@@ -473,15 +546,19 @@ class Ensemble:
             self._open_round()  # every step of the round was skipped here, but not on other replicas
         if self._rounds.diverges or (self._keeper is not None and not self._rounds.at.finished):
             tensors = self._tensors.to_average() if self._rounds.diverges else []
-            judged = self._agree(tensors, full)
-            verdict = self._watch(judged)
+            judged, census = self._agree(tensors, full)
+            if self._ended:  # go along with the others
+                full = census.full
+                self._rounds.catch_up(census.step)
+            verdict = self._watch(judged, census)
             if verdict == "alarm":
-                records.append(self._roll_back(full, judged, began))
+                record = self._roll_back(full, judged, began)
             else:
-                averaging.average(tensors, self.replicas)
-                self._rounds.at.equal = True
+                self._average(tensors, judged, census)
                 seconds = time.perf_counter() - began - self._judge.seconds_at_end
-                records.append(self._control(full, judged, seconds))
+                record = self._control(full, judged, seconds)
+            records.append(replace(record, events=(*record.events, *census.events(self._rounds.at.step))))
+            self._joining = self._joining and not census.all_ended
         elif self._rounds.at.round == 0 and self._plan.why:
             unknown = (math.nan,) * self.replicas.size  # nothing was gathered, but what was picked is to be seen
             records.append(self._control(False, Judged(unknown, None, None), 0.0))
@@ -491,6 +568,7 @@ class Ensemble:
         if verdict == "best":
             self._keep()
         self._judge.reset()
+        self._guard.reset()
         self._rounds.next_round()
         self._opened = False
         self._begin_round()
@@ -501,12 +579,41 @@ class Ensemble:
             for call in self._on_round:
                 call(record)
 
+    def _average(self, tensors: Sequence[Tensor], judged: Judged, census: Census) -> None:
+        """Average the replicas that count, give all of them the result, and see that it is finite."""
+        if census.lost:
+            raise RuntimeError(self._diverged("no replica's weights are finite"))
+        if census.sick and not tensors:
+            tensors = self._tensors.to_average()
+        averaging.average(tensors, self.replicas, of=census.counted, atomic=self._atomic)
+        restore_state(census, self._tensors.state(), self.replicas)
+        self._rounds.at.equal = True
+        hopeless = judged.given and not any(map(math.isfinite, judged.scores))
+        if hopeless and self._keeper is None and not self._ended:
+            stuck = census.skipped and min(census.skipped) >= self._rounds.at.step_in_round > 0
+            if stuck or not bool(finite(self._tensors.weights(), torch.device("cpu"))):
+                raise RuntimeError(self._diverged(f"the loss of every replica is {judged.scores[0]}"))
+
+    def _diverged(self, what: str) -> str:
+        place = (
+            f" from {self.last_checkpoint}" if self.last_checkpoint else ", from your last checkpoint if there is one"
+        )
+        return (
+            f"the run has diverged: {what} at step {self._rounds.at.step}. Begin again with a lower learning rate"
+            f"{place}, or let it recover by itself: rollback=hdet.Rollback(); hdet.find_lr finds a rate beforehand"
+        )
+
     # Rollback
 
-    def _watch(self, judged: Judged) -> Verdict:
-        if self._keeper is None or not self._rounds.at.step_in_round or not judged.given:
+    def _watch(self, judged: Judged, census: Census) -> Verdict:
+        at, keeper = self._rounds.at, self._keeper
+        if keeper is None or not at.step_in_round or census.all_ended:
             return "ok"
-        return self._keeper.watch(judged.scores, self._rounds.at.step_in_round, self._rounds.at.step)
+        if not judged.given and not census.lost:
+            return "ok"
+        seen = [score for score in judged.scores if math.isfinite(score)] if self._guarded else judged.scores
+        scores = [math.nan] if census.lost or not seen else seen
+        return keeper.watch(scores, at.step_in_round, at.step, self.last_checkpoint)
 
     def _keep(self) -> None:
         if self._keeper is not None:
@@ -564,14 +671,29 @@ class Ensemble:
         limits = h.limits(next_base, len(dealt))
         return Observation(h.steered(base), h.steered(next_base), h.floor, dealt, h.peak(), limits)
 
-    def _agree(self, tensors: Sequence[Tensor], full: bool) -> Judged:
+    def _agree(self, tensors: Sequence[Tensor], full: bool) -> tuple[Judged, Census]:
         """Check that all replicas are at the same place with the same tensors; return what they are judged by."""
         device = collective_device(tensors or self._tensors.parameters())
         numbers = self._judge.end(self._rounds.at.round, full, self.replicas, device)
-        layout = averaging.layout(tensors)
+        weights = self._tensors.weights() if self._guarded else []
+        state = self._tensors.state() if self._guarded or self._joining else []
         step = self._rounds.at.step
-        table = guard.agree(self.replicas, step, layout, [*self._options().items()], self._hyperparameters, numbers)
-        return self._judge.read(table, full)
+        how = condition(weights, state, self._guard.skipped, device, ended=self._ended, step=step, full=full)
+        layout = averaging.layout(tensors)
+        at = self._rounds.at
+        place = _ENDED if self._ended else f"the end of round {at.round}"
+        self.replicas.arrive(f"{place} (step {at.step})")
+        numbers = torch.cat([numbers, how])
+        options = [*self._options().items()]
+        try:
+            table = guard.agree(self.replicas, at.step, layout, options, self._hyperparameters, numbers, ended)
+        except LostReplicaError as error:
+            raise error.and_then(averaging.UNTOUCHED) from error
+        if self._ended:
+            full = any(row[-1] for row in table if not ended(row))
+        judged = self._judge.read(table, full)
+        census = take_census(table, judged, self._guarded)
+        return census.view(judged), census
 
     # Small steps
 

@@ -67,6 +67,10 @@ class Tensors:
         """What replicas can differ in at the end of a round: the weights, and optimizer state."""
         return self.weights() + converge.optimizer_state(self._optimizers, self._explored, self._local)
 
+    def state(self) -> list[Tensor]:
+        """All optimizer state, whether replicas can differ in it or not."""
+        return converge.whole_state(self._optimizers)
+
     def kept(self) -> tuple[list[Tensor], list[Tensor]]:
         """What a snapshot holds: what is equal on all replicas at a round's end, and what is this replica's own."""
         state = [
