@@ -72,23 +72,12 @@ def before_the_gather(folder, how):
         if how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(TIMEOUT + 3)
-    before, began = None, time.monotonic()
-    average = converge.average
-
-    def spy(*args, **kwargs):
-        return average(*args, **kwargs)
-
-    converge.average = spy
-    loop.ensemble._fan_out.count()
-    x = torch.ones(1, 4)
-    loss = loop.model(x).square().mean()
-    loss.backward()
-    loop.optimizer.step()
-    before = loop.weights()
+    before, began = [], time.monotonic()
+    loop.optimizer.register_step_post_hook(lambda *_: before.append(loop.weights()))
     try:
-        loop.ensemble.step(loss)
+        loop.step(5)
     except hdet.LostReplicaError as error:
-        same = torch.equal(before, loop.weights())
+        same = torch.equal(before[-1], loop.weights())
         tell(folder, said=str(error), ranks=error.ranks, seconds=time.monotonic() - began, same=same)
 
 

@@ -190,6 +190,7 @@ class Ensemble:
         self._fan_out = self._values.fan_out
         self._guard = GradientGuard(self._optimizers if self._guarded else ())
         self._ended = self._joining = False
+        self._stepped_at = 0.0
         self._hooks = Hooks(self)
         self._switch = LocalGradients(self._model if self._local else None)
         self._switch.start()
@@ -247,6 +248,8 @@ class Ensemble:
         """
         if self.closed:
             return
+        if self._joining:
+            self._stepped_at = time.monotonic()
         loss = self.check_loss(loss)
         if loss is not None:
             self._judge.score.add(loss)
@@ -352,7 +355,7 @@ class Ensemble:
         if replicas.size == 1:
             yield
             return
-        self._joining = True
+        self._joining, self._stepped_at = True, time.monotonic()
         replicas.arrive(f"step {self._rounds.at.step}")
         try:
             if self._local:
@@ -364,7 +367,7 @@ class Ensemble:
         except LostReplicaError:
             raise
         except Exception as error:
-            found = replicas.explain(error)
+            found = replicas.explain(error, self._stepped_at)
             if found is None:
                 raise
             raise found from error

@@ -91,7 +91,7 @@ class InProcess(Replicas):
     def arrive(self, place: str) -> None:
         """Nobody waits in vain here: `meet` sees who has returned."""
 
-    def explain(self, error: Exception) -> None:
+    def explain(self, error: Exception, began: float) -> None:
         """Nobody is lost without an exception."""
 
     def settle(self, mine: str, decide: Callable[[list[str]], str]) -> str:

@@ -7,6 +7,7 @@ mixed up with those of DDP or of a data loader.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -89,11 +90,11 @@ class Replicas:
         if self._notes is not None:
             self._notes.write("at", place)
 
-    def explain(self, error: Exception) -> LostReplicaError | None:
+    def explain(self, error: Exception, began: float) -> LostReplicaError | None:
         """Who is dead, stalled or elsewhere, now that `error` was raised while talking to the others; None if nobody.
 
-        An error of another kind is left for the others to read. Otherwise it takes most of a second, in which those who
-        are still there say so.
+        An error of another kind is left for the others to read. Otherwise those who are still there say so, which can
+        take until they have met the error too: at the group's timeout after they `began` to wait.
         """
         if self._notes is None:
             return None
@@ -102,11 +103,14 @@ class Replicas:
             return None
         self._notes.write("failed", "")
         failed, places = self._notes.read("failed", wait=_ROLL_CALL), self._notes.read("at")
-        told = next((note for rank, note in enumerate(self._notes.read("lost")) if note and rank != self.rank), None)
         mine = places[self.rank]
+        elsewhere = [rank for rank, place in enumerate(places) if place != mine]
+        if not any(failed) and not any(failed[rank] is None for rank in elsewhere):  # nobody to blame yet
+            left = began + self._notes.timeout + _ROLL_CALL - time.monotonic()
+            failed = self._notes.read("failed", wait=max(left, 0.0))
         raised = [rank for rank, note in enumerate(failed) if note]
         silent = [rank for rank, note in enumerate(failed) if note is None]
-        elsewhere = [rank for rank, place in enumerate(places) if place != mine]
+        told = next((note for rank, note in enumerate(self._notes.read("lost")) if note and rank != self.rank), None)
         if told is not None and not silent and not raised:  # this is the one that the others have waited for
             return LostReplicaError(f"{told}; this replica came too late", [self.rank])
         lost = raised or [rank for rank in silent if rank in elsewhere] or silent or elsewhere
@@ -166,12 +170,13 @@ class Replicas:
     @contextmanager
     def _named(self) -> Iterator[None]:
         """Around a collective: if it fails, the error says because of whom."""
+        began = time.monotonic()
         try:
             yield
         except LostReplicaError:
             raise
         except RuntimeError as error:
-            found = self.explain(error)
+            found = self.explain(error, began)
             if found is None:
                 raise
             raise found from error
