@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint types pytest bench clean
+.PHONY: demo test lint types pytest soak bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/hdet demo
@@ -20,6 +20,9 @@ types: $(INSTALLED)
 
 pytest: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+soak: $(INSTALLED)
+	$(BIN)/python -m pytest -m soak --timeout 3600
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/overhead.py --write
