@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import datetime
+import os
+import socket
 import time
 import warnings
 
@@ -206,8 +208,6 @@ def test_what_is_wrong_on_all_replicas_is_said_as_in_one_process():
 
 def made_before_the_group(odd):
     o = optim.SGD(Net().parameters(), lr=0.1)
-    import os
-
     rank = int(os.environ["HDET_TEST_RANK"])
     made = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.5)], interval=5, seed=7 if odd and rank == 1 else 0)
     initialise_gloo()
@@ -225,6 +225,27 @@ def test_replicas_that_are_launched_later_agree_at_the_first_step():
     assert said[0] == said[1]
     assert "disagree on seed: 7 on replica 1, but 0" in said[0]
     assert run(made_before_the_group, 2, False, initialise=False) == [None, None]
+
+
+def over_tcp(port):
+    rank = int(os.environ["HDET_TEST_RANK"])
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    ensemble().close()
+    began = time.monotonic()
+    try:
+        ensemble(seed=rank)
+    except ValueError as error:
+        return str(error), time.monotonic() - began
+
+
+def test_the_same_over_the_store_that_torchrun_uses():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    first, second = run(over_tcp, 2, port, initialise=False)
+    assert first[0] == second[0]
+    assert "disagree on seed: 1 on replica 1, but 0" in first[0]
+    assert max(first[1], second[1]) < SECONDS
 
 
 def in_a_subgroup():

@@ -128,3 +128,21 @@ def with_a_scaler(guarded):
 
 def test_beside_a_grad_scaler_it_changes_nothing():
     assert run(with_a_scaler, 2, True) == run(with_a_scaler, 2, False)
+
+
+def without_a_spread(bad_steps):
+    p = nn.Parameter(torch.ones(2))
+    o = optim.SGD([p], lr=0.1)
+    ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.0)], interval=6, total_steps=12, guard=True)
+    for step in range(12):
+        p.grad = torch.full((2,), math.nan if step in bad_steps else 1.0)
+        o.step()
+        ensemble.step(1.0)
+    return p.tolist()
+
+
+def test_without_a_spread_it_is_said_too():
+    with pytest.warns(UserWarning, match="guard: 1 of 6 steps were skipped"):
+        assert without_a_spread({3}) == pytest.approx([-0.1, -0.1])
+    with pytest.raises(RuntimeError, match=r"no gradient was finite in 3 steps at step 9.*hdet\.Rollback"):
+        without_a_spread(range(6, 12))

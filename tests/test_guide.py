@@ -1,15 +1,25 @@
-"""The code of docs/controllers.md runs as it is. Its controller goes through the table in test_controllers.py too."""
+"""The code of docs/controllers.md and docs/safety.md runs as it is.
+
+The controller of the first one goes through the table in test_controllers.py too.
+"""
 
 import pathlib
 import re
 
 import torch
+from processes import run
 from torch import nn
 
 import hdet
 
-GUIDE = (pathlib.Path(__file__).parent.parent / "docs" / "controllers.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.S)
+DOCS = pathlib.Path(__file__).parent.parent / "docs"
+
+
+def blocks(name):
+    return re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), flags=re.S)
+
+
+BLOCKS = blocks("controllers.md")
 
 
 def follow():
@@ -55,3 +65,27 @@ def test_the_guides_code_runs():
 def test_a_controller_takes_no_more_than_twenty_lines():
     body = BLOCKS[0].partition("class ")[2].strip().splitlines()
     assert len(body) <= 20
+
+
+def follow_safety():
+    torch.manual_seed(0)
+    rank = hdet.find_replicas().rank
+    model = hdet.data_parallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    data = torch.randn(20 + 3 * rank, 4, generator=torch.Generator().manual_seed(rank))
+    names = {
+        "model": model,
+        "optimizer": optimizer,
+        "total_steps": 30,
+        "loader": [(x, x.sum(1, keepdim=True)) for x in data.split(1)],
+        "loss_fn": nn.functional.mse_loss,
+    }
+    for block in blocks("safety.md"):
+        exec(block, names)
+    return names["ensemble"]._rounds.at.step, [p.tolist() for p in model.parameters()]
+
+
+def test_the_code_about_safety_runs():
+    first, second = run(follow_safety, 2)
+    assert first == second
+    assert first[0] == 23

@@ -106,8 +106,13 @@ class Board:
 
 def group_timeout(group: dist.ProcessGroup) -> float:
     """How long this group's collectives wait for a replica, in seconds."""
-    found = [group._get_backend(device).options._timeout.total_seconds() for device in group._device_types]
-    return float(min(found))
+    found = []
+    for device in group._device_types:
+        try:
+            found.append(group._get_backend(device).options._timeout.total_seconds())
+        except (AttributeError, RuntimeError):  # a backend without options, or of a device that is not there
+            continue
+    return float(min(found, default=dist.default_pg_timeout.total_seconds()))
 
 
 def who(ranks: Sequence[int]) -> str:

@@ -543,25 +543,14 @@ class Ensemble:
 
     def _end_round(self, full: bool) -> None:
         records = []
-        began = time.perf_counter()
         verdict: Verdict = "ok"
         if not self._opened and self._fan_out.steps == 0 and self._rounds.at.step_in_round:
             self._open_round()  # every step of the round was skipped here, but not on other replicas
         if self._rounds.diverges or (self._keeper is not None and not self._rounds.at.finished):
-            tensors = self._tensors.to_average() if self._rounds.diverges else []
-            judged, census = self._agree(tensors, full)
-            if self._ended:  # go along with the others
-                full = census.full
-                self._rounds.catch_up(census.step)
-            verdict = self._watch(judged, census)
-            if verdict == "alarm":
-                record = self._roll_back(full, judged, began)
-            else:
-                self._average(tensors, judged, census)
-                seconds = time.perf_counter() - began - self._judge.seconds_at_end
-                record = self._control(full, judged, seconds)
-            records.append(replace(record, events=(*record.events, *census.events(self._rounds.at.step))))
-            self._joining = self._joining and not census.all_ended
+            record, verdict = self._converge(full)
+            records.append(record)
+        elif self._guarded and bool(self._guard.skipped):
+            self._tell_skipped()
         elif self._rounds.at.round == 0 and self._plan.why:
             unknown = (math.nan,) * self.replicas.size  # nothing was gathered, but what was picked is to be seen
             records.append(self._control(False, Judged(unknown, None, None), 0.0))
@@ -582,6 +571,30 @@ class Ensemble:
             for call in self._on_round:
                 call(record)
 
+    def _converge(self, full: bool) -> tuple[RoundRecord, Verdict]:
+        """Compare, average and steer; or go back."""
+        began = time.perf_counter()
+        tensors = self._tensors.to_average() if self._rounds.diverges else []
+        judged, census = self._agree(tensors, full)
+        if self._ended:  # go along with the others
+            full = census.full
+            self._rounds.catch_up(census.step)
+        verdict = self._watch(judged, census)
+        if verdict == "alarm":
+            record = self._roll_back(full, judged, began)
+        else:
+            self._average(tensors, judged, census)
+            record = self._control(full, judged, time.perf_counter() - began - self._judge.seconds_at_end)
+        if census.ended and census.healthy:  # their schedules stand still: steer by those who go on
+            numbers = torch.tensor(self._steering.numbers, dtype=torch.float64, device=self._device(tensors))
+            self.replicas.broadcast(numbers, census.healthy[0])
+            self._steering.numbers = numbers.tolist()
+        self._joining = self._joining and not census.all_ended
+        return replace(record, events=(*record.events, *census.events(self._rounds.at.step))), verdict
+
+    def _device(self, tensors: Sequence[Tensor]) -> torch.device:
+        return collective_device(tensors or self._tensors.parameters())
+
     def _average(self, tensors: Sequence[Tensor], judged: Judged, census: Census) -> None:
         """Average the replicas that count, give all of them the result, and see that it is finite."""
         if census.lost:
@@ -589,13 +602,21 @@ class Ensemble:
         if census.sick and not tensors:
             tensors = self._tensors.to_average()
         averaging.average(tensors, self.replicas, of=census.counted, atomic=self._atomic)
-        restore_state(census, self._tensors.state(), self.replicas)
+        if not census.all_well:
+            restore_state(census, self._tensors.state(), self.replicas)
         self._rounds.at.equal = True
         hopeless = judged.given and not any(map(math.isfinite, judged.scores))
-        if hopeless and self._keeper is None and not self._ended:
+        if hopeless and self._keeper is None:
             stuck = census.skipped and min(census.skipped) >= self._rounds.at.step_in_round > 0
             if stuck or not bool(finite(self._tensors.weights(), torch.device("cpu"))):
                 raise RuntimeError(self._diverged(f"the loss of every replica is {judged.scores[0]}"))
+
+    def _tell_skipped(self) -> None:
+        """In a round without a record, as all replicas did the same: say it here."""
+        skipped, steps = int(self._guard.skipped), self._rounds.at.step_in_round
+        if skipped >= steps:
+            raise RuntimeError(self._diverged(f"no gradient was finite in {steps} steps"))
+        warnings.warn(f"guard: {skipped} of {steps} steps were skipped: their gradient was not finite", stacklevel=4)
 
     def _diverged(self, what: str) -> str:
         place = (
@@ -614,7 +635,8 @@ class Ensemble:
             return "ok"
         if not judged.given and not census.lost:
             return "ok"
-        seen = [score for score in judged.scores if math.isfinite(score)] if self._guarded else judged.scores
+        left_out = self._guarded or not census.all_well
+        seen = [score for score in judged.scores if math.isfinite(score)] if left_out else judged.scores
         scores = [math.nan] if census.lost or not seen else seen
         return keeper.watch(scores, at.step_in_round, at.step, self.last_checkpoint)
 
@@ -676,7 +698,7 @@ class Ensemble:
 
     def _agree(self, tensors: Sequence[Tensor], full: bool) -> tuple[Judged, Census]:
         """Check that all replicas are at the same place with the same tensors; return what they are judged by."""
-        device = collective_device(tensors or self._tensors.parameters())
+        device = self._device(tensors)
         numbers = self._judge.end(self._rounds.at.round, full, self.replicas, device)
         weights = self._tensors.weights() if self._guarded else []
         state = self._tensors.state() if self._guarded or self._joining else []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -39,12 +40,16 @@ class Follower(Joinable):
         return self._group
 
 
-def joined(model: nn.Module | None, follow: Callable[[], None]) -> Join:
+def joined(model: nn.Module | None, follow: Callable[[], None]) -> AbstractContextManager[object]:
     """torch's join context for a model whose gradients are shared: DDP goes along, then `follow` is called.
+
+    Nothing for replicas in one process, which see when one of them has returned.
 
     Raises:
         ValueError: if there is no DistributedDataParallel in the model.
     """
+    if model is not None and any(getattr(m, "shares_gradients", False) for m in model.modules()):
+        return nullcontext()
     wrapped = [m for m in ([] if model is None else model.modules()) if isinstance(m, DistributedDataParallel)]
     if len(wrapped) != 1:
         raise ValueError(
@@ -52,4 +57,4 @@ def joined(model: nn.Module | None, follow: Callable[[], None]) -> Join:
             'to the ensemble, or use gradients="local"'
         )
     ddp = wrapped[0]
-    return Join([ddp, Follower(follow, ddp.join_device, ddp.join_process_group)])
+    return cast(AbstractContextManager[object], Join([ddp, Follower(follow, ddp.join_device, ddp.join_process_group)]))

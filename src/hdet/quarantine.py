@@ -79,7 +79,7 @@ class Census:
     @property
     def counted(self) -> tuple[int, ...] | None:
         """Those that are averaged; None for all."""
-        return None if self.all_well or self.all_ended else self.healthy
+        return self.healthy or None if not self.all_well else None
 
     def view(self, judged: Judged) -> Judged:
         """What the controller is shown: no score of those that do not count."""
@@ -131,6 +131,6 @@ def ended(row: Sequence[float]) -> bool:
 
 
 def restore_state(census: Census, state: Sequence[Tensor], replicas: Replicas) -> None:
-    """Give those that do not count the optimizer state of one that does. Collective, and only where there are such."""
-    if census.healthy and not census.all_well and census.same_state and state:
+    """Give all the optimizer state of a replica that counts, where others do not. Collective."""
+    if census.healthy and census.same_state and state:
         copy_from(census.healthy[0], state, replicas)

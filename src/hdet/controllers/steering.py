@@ -103,6 +103,16 @@ class Steering:
         """Go on from `state_dict()`; raises if it was saved for something else."""
         self._state = check_state(state, self.controller.init(self._names))
 
+    @property
+    def numbers(self) -> list[float]:
+        """The controller's state in a row, for another replica with the same controller."""
+        return [value for entry in self._state.values() for value in entry.values()]
+
+    @numbers.setter
+    def numbers(self, numbers: Sequence[float]) -> None:
+        row = iter(numbers)
+        self._state = {name: {key: next(row) for key in entry} for name, entry in self._state.items()}
+
     def scale_by(self, factor: float, names: Sequence[str], forget: bool = False) -> None:
         """Multiply some scales; with `forget` the controller remembers nothing else."""
         fresh = self.controller.init(self._names)
