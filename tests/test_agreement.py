@@ -310,3 +310,13 @@ def test_an_object_without_a_name_of_its_own_is_told_by_its_class():
 
 def test_replicas_in_words():
     assert who(list(range(12))) == "replicas 0, 1, 2, 3, 4, 5, 6 and 5 more"
+
+
+def test_a_warning_points_at_the_line_that_makes_the_ensemble():
+    o = optim.SGD(Net().parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hdet.Ensemble(o, total_steps=5, interval=50).close()
+        hdet.OneCycleAutoLR(o, 0.1, total_steps=5, enable_auto_lr=True).ensemble.close()
+    assert len(caught) == 2
+    assert all(warning.filename == __file__ for warning in caught)

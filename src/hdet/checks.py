@@ -44,7 +44,7 @@ def check_interval(
         warnings.warn(
             f"interval {interval} is longer than the run of {total_steps} steps: the replicas are averaged once, "
             "at the end, and no controller acts; use a shorter interval",
-            stacklevel=3,
+            stacklevel=4,
         )
     return interval
 
@@ -204,7 +204,7 @@ def check_probe(
         warnings.warn(
             f"{blind[0]} is a regulariser: judged on training data it runs to no regularisation at all; judge it with "
             "probe=hdet.Probe(held_out_dataset, loss_fn, held_out=True)",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

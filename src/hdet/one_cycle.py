@@ -353,4 +353,4 @@ def _warn_without_effect(auto: bool, spread: float, warmup_steps: int, interval:
     elif decay != "one_cycle" and not auto:
         problem = f"auto_lr_decay={decay!r} has no effect without enable_auto_lr=True"
     if problem is not None:
-        warnings.warn(problem, stacklevel=3)
+        warnings.warn(problem, stacklevel=4)
