@@ -4,6 +4,7 @@ import contextlib
 import copy
 import datetime
 import os
+import pathlib
 import socket
 import time
 import warnings
@@ -11,7 +12,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from processes import initialise_gloo, run
+from processes import ReplicaError, initialise_gloo, run
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
@@ -131,6 +132,10 @@ KINDS = {
     "bad rollback": (ensemble, {}, {"rollback": 3}, "rollback must be an hdet.Rollback"),
     "an unforeseen error": (ensemble, {}, {"also": 7}, "'int' object is not iterable"),
     "one cycle's peak": (one_cycle, {}, {"max_lr": 2e-3}, "max_lr of the optimizer's group 0"),
+    "one cycle's decay": (
+        one_cycle, {"enable_auto_lr": True, "auto_lr_warmup_steps": 10},
+        {"auto_lr_decay": "geometric"}, "auto_lr_decay: geometric on replica 2, but one_cycle",
+    ),
     "one cycle's steps": (one_cycle, {}, {"total_steps": -1}, "total_steps must be at least 1"),
     "bad spread": (one_cycle, {}, {"ensemble_lr_spread_ratio": 1.5}, "ensemble_lr_spread_ratio must"),
     "bad factor": (find_lr, {}, {"factor": -1}, "factor must be positive"),
@@ -320,3 +325,39 @@ def test_a_warning_points_at_the_line_that_makes_the_ensemble():
         hdet.OneCycleAutoLR(o, 0.1, total_steps=5, enable_auto_lr=True).ensemble.close()
     assert len(caught) == 2
     assert all(warning.filename == __file__ for warning in caught)
+
+
+def collectives_of_making_one():
+    calls = []
+    for name in ("all_reduce", "all_gather", "broadcast", "barrier", "new_group", "all_gather_into_tensor"):
+        setattr(dist, name, lambda *a, _n=name, **k: calls.append(_n))
+    ensemble().close()
+    return calls
+
+
+def test_it_is_no_collective():
+    assert run(collectives_of_making_one, 2) == [[], []]
+
+
+def failing_step(folder):
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    model = DistributedDataParallel(Net(), process_group=group)
+    o = optim.SGD(model.parameters(), lr=0.1)
+
+    def step(index):
+        if index == 3 and dist.get_rank() == 1:
+            raise KeyError("no such batch")
+        loss_of(model, torch.ones(2, 3)).backward()
+
+    try:
+        hdet.find_lr(model, o, step, probe=probe(), process_group=group)
+    except (KeyError, hdet.LostReplicaError) as error:
+        pathlib.Path(folder, str(dist.get_rank())).write_text(repr(error))
+    os._exit(0)  # a group with a hole in it cannot be closed in order
+
+
+def test_what_a_replica_raises_within_find_lr_is_quoted_by_the_others(tmp_path):
+    with contextlib.suppress(ReplicaError):
+        run(failing_step, 2, str(tmp_path), timeout=30)
+    assert (tmp_path / "1").read_text() == "KeyError('no such batch')"
+    assert "replica 1 raised KeyError: 'no such batch'" in (tmp_path / "0").read_text()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-_FIRST_LOOK, _LAST_LOOK = 0.001, 0.02  # seconds between two looks at the store
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.5  # seconds between two looks at the store: a twentieth of those waited so far
 
 
 class MissingError(RuntimeError):
@@ -94,14 +94,14 @@ class Board:
 
     def _await(self, keys: Sequence[str], seconds: float) -> list[int]:
         """The indices of the keys that are not there after so many seconds."""
-        deadline, pause = time.monotonic() + seconds, _FIRST_LOOK
+        began = time.monotonic()
         while True:
             if self._store.check(list(keys)):
                 return []
-            if time.monotonic() >= deadline:
+            waited = time.monotonic() - began
+            if waited >= seconds:
                 return [index for index, key in enumerate(keys) if not self._store.check([key])]
-            time.sleep(pause)
-            pause = min(2 * pause, _LAST_LOOK)
+            time.sleep(min(max(waited / 20, _FIRST_PAUSE), _LONGEST_PAUSE, seconds - waited))
 
 
 def group_timeout(group: dist.ProcessGroup) -> float:

@@ -57,6 +57,9 @@ _VERSION = 2
 class Ensemble:
     """Data-parallel replicas that train under different hyperparameters and are averaged every round.
 
+    Every replica makes one. They compare what they were given, through the store and not by a collective, and all raise
+    the same error where something is wrong or different on one of them.
+
     Args:
         optimizer: the optimizer, or a sequence of them that step together (Muon beside AdamW).
         hyperparameters: what to explore; by default one joint learning rate with the paper's spread.

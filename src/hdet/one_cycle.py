@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet.agreement.agreement import agreed
+from hdet.agreement.agreement import agreed, claim
 from hdet.arguments import Rule, check_count, check_number
 from hdet.assignment import check_spread
 from hdet.controllers import RULES, Fixed, Limits, Softmax
@@ -177,6 +177,7 @@ class OneCycleAutoLR(OneCycleLR):
                 start_step=self.last_epoch,
                 on_round=on_round,
             )
+        claim({"arguments": {"auto_lr_decay": auto_lr_decay, "enable_auto_lr": enable_auto_lr}})
         self._ready = True
 
     def step(self, epoch: int | Loss | None = None, *, loss: Loss | None = None) -> None:

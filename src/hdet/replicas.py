@@ -66,6 +66,7 @@ class Replicas:
         self._parent = process_group
         self._own: dist.ProcessGroup | None = None
         self._notes: Board | None = None
+        self._failed = False
         if dist.is_available() and dist.is_initialized():
             self.rank = dist.get_rank(process_group)
             self.size = dist.get_world_size(process_group)
@@ -98,6 +99,7 @@ class Replicas:
         """
         if self._notes is None:
             return None
+        self._failed = True
         if not _is_of_a_collective(error):
             self._notes.write("failed", f"raised {type(error).__name__}: {error}")
             return None
@@ -163,7 +165,7 @@ class Replicas:
         """Give back the process group, if one was made. Not a collective."""
         if self._own is not None and dist.is_initialized():
             dist.destroy_process_group(self._own)
-        if self._notes is not None and dist.is_initialized():
+        if self._notes is not None and dist.is_initialized() and not self._failed:  # others read why, later
             self._notes.close()
         self._own = self._notes = None
 

@@ -70,7 +70,8 @@ class Agreement:
 def claim(claims: Claims, undo: Callable[[], object] | None = None) -> None:
     """Say what must be the same on all replicas, within an `Agreement`, and what to do if that fails."""
     agreement: Agreement = _open.agreement
-    agreement.claims |= claims
+    for section, items in claims.items():
+        agreement.claims.setdefault(section, {}).update(items)
     if undo is not None:
         agreement.undo.append(undo)
 

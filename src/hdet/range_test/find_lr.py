@@ -69,6 +69,7 @@ def find_lr(
     Raises:
         FindLRError: if the probe's loss is not finite or not positive, or does not fall at any rate.
         ValueError: if the replicas hold different weights or rates.
+        LostReplicaError: if another replica has failed; what it raised is quoted.
 
     >>> import torch
     >>> model = nn.Linear(2, 1)
@@ -89,9 +90,17 @@ def find_lr(
         bench = Bench(model, optimizers, step_fn, probe, also, replicas)
         given = {"outer_step": outer_step, "factor": factor, "probe": probe}
         claim(fingerprint(given, optimizers, model))
+    replicas.arrive("hdet.find_lr")
     try:
         bench.require_agreement()
         return _find(bench, factor)
+    except FindLRError:
+        raise
+    except Exception as error:
+        lost = replicas.explain(error, bench.stepped_at)
+        if lost is None:
+            raise
+        raise lost from error
     finally:
         bench.restore()
         replicas.close()
