@@ -133,8 +133,8 @@ def test_beside_a_grad_scaler_it_changes_nothing():
 def without_a_spread(bad_steps):
     p = nn.Parameter(torch.ones(2))
     o = optim.SGD([p], lr=0.1)
-    ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.0)], interval=6, total_steps=12, guard=True)
-    for step in range(12):
+    ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.0)], interval=6, guard=True)
+    for step in range(30 if len(bad_steps) > 1 else 12):
         p.grad = torch.full((2,), math.nan if step in bad_steps else 1.0)
         o.step()
         ensemble.step(1.0)
@@ -144,5 +144,11 @@ def without_a_spread(bad_steps):
 def test_without_a_spread_it_is_said_too():
     with pytest.warns(UserWarning, match="guard: 1 of 6 steps were skipped"):
         assert without_a_spread({3}) == pytest.approx([-0.1, -0.1])
-    with pytest.raises(RuntimeError, match=r"no gradient was finite in 3 steps at step 9.*hdet\.Rollback"):
-        without_a_spread(range(6, 12))
+    with pytest.raises(RuntimeError, match=r"no gradient is finite any more at step 15.*hdet\.Rollback"):
+        without_a_spread(range(6, 30))
+
+
+def test_what_it_cannot_be_is_refused():
+    o = optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(TypeError, match="guard must be True or False, got 'yes'"):
+        hdet.Ensemble(o, total_steps=5, guard="yes")

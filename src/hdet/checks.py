@@ -70,6 +70,19 @@ def check_limits(limits: Limits | None) -> Limits:
     return Limits() if limits is None else limits
 
 
+def check_guard(guard: object, optimizers: Sequence[Optimizer]) -> None:
+    """Raise unless `guard` is True and every rank sees whole gradients, so that all decide alike."""
+    if guard is not True:
+        raise TypeError(f"guard must be True or False, got {guard!r}; write guard=True")
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(_is_sharded(p) for p in group["params"]):
+                raise ValueError(
+                    "guard=True needs whole gradients on every rank, but they are sharded: each rank would decide by "
+                    "its own part; leave it out, and use the skipping of your GradScaler or of FSDP"
+                )
+
+
 def check_controller(controller: object) -> None:
     """Raise unless `controller` is an object with `init` and `update`."""
     if isinstance(controller, type) or not all(hasattr(controller, name) for name in ("init", "update", "needs_score")):
@@ -254,6 +267,10 @@ def _check_not_sharded(p: Tensor) -> None:
         raise ValueError(_SHARDED.format("the optimizer holds DTensors, which spread the"))
     if getattr(p, "_fsdp_flattened", False) or _is_a("FlatParameter", p):
         raise ValueError(_SHARDED.format("FullyShardedDataParallel shards the"))
+
+
+def _is_sharded(p: Tensor) -> bool:
+    return _is_a("DTensor", p) or getattr(p, "_fsdp_flattened", False) or _is_a("FlatParameter", p)
 
 
 def _is_a(class_name: str, thing: object) -> bool:

@@ -50,6 +50,7 @@ from hdet.tensors import Tensors
 from hdet.values import Values
 
 _MOST_UNSEEN = 100
+_MOST_HOPELESS = 3
 _ENDED = "the end of its data"
 _VERSION = 2
 
@@ -146,7 +147,7 @@ class Ensemble:
         self._local = gradients == "local"
         if controller is None:
             controller = Fixed() if probe is None else Auto()
-        self._check(controller, probe, gradients, model, act)
+        self._check(controller, probe, gradients, model, act, guard)
         checks.check_followers(also, on_round)
         check_count("start_step", start_step, least=0)
         names = [h.name for h in self._hyperparameters]
@@ -194,6 +195,7 @@ class Ensemble:
         self._guard = GradientGuard(self._optimizers if self._guarded else ())
         self._ended = self._joining = False
         self._stepped_at = 0.0
+        self._hopeless = 0  # rounds in a row without anything finite
         self._hooks = Hooks(self)
         self._switch = LocalGradients(self._model if self._local else None)
         self._switch.start()
@@ -224,7 +226,13 @@ class Ensemble:
         }  # fmt: skip
 
     def _check(
-        self, controller: Controller, probe: object, gradients: Gradients, model: nn.Module | None, act: bool
+        self,
+        controller: Controller,
+        probe: object,
+        gradients: Gradients,
+        model: nn.Module | None,
+        act: bool,
+        guard: object,
     ) -> None:
         checks.check_model(model, self._optimizers)
         checks.check_controller(controller)
@@ -235,6 +243,8 @@ class Ensemble:
             checks.check_buffers(self._explored, model)
         if self._explored or self._local:
             checks.check_can_diverge(self._optimizers, model)
+        if guard:
+            checks.check_guard(guard, self._optimizers)
 
     # The protocol
 
@@ -608,18 +618,25 @@ class Ensemble:
         if not census.all_well:
             restore_state(census, self._tensors.state(), self.replicas)
         self._rounds.at.equal = True
-        hopeless = judged.given and not any(map(math.isfinite, judged.scores))
-        if hopeless and self._keeper is None:
-            stuck = census.skipped and min(census.skipped) >= self._rounds.at.step_in_round > 0
-            if stuck or not bool(finite(self._tensors.weights(), torch.device("cpu"))):
-                raise RuntimeError(self._diverged(f"the loss of every replica is {judged.scores[0]}"))
+        if not judged.given or any(map(math.isfinite, judged.scores)):
+            self._hopeless = 0
+        elif self._keeper is None:
+            self._despair(f"the loss of every replica is {judged.scores[0]}", self._tensors.weights())
 
     def _tell_skipped(self) -> None:
         """In a round without a record, as all replicas did the same: say it here."""
         skipped, steps = int(self._guard.skipped), self._rounds.at.step_in_round
-        if skipped >= steps:
-            raise RuntimeError(self._diverged(f"no gradient was finite in {steps} steps"))
         warnings.warn(f"guard: {skipped} of {steps} steps were skipped: their gradient was not finite", stacklevel=4)
+        if skipped < steps:
+            self._hopeless = 0
+        else:
+            self._despair("no gradient is finite any more")
+
+    def _despair(self, what: str, weights: Sequence[Tensor] = ()) -> None:
+        """Nothing finite was seen in this round: raise if the weights are not finite either, or at the third time."""
+        self._hopeless += 1
+        if self._hopeless >= _MOST_HOPELESS or not bool(finite(weights, torch.device("cpu"))):
+            raise RuntimeError(self._diverged(what))
 
     def _diverged(self, what: str) -> str:
         place = (
@@ -657,9 +674,10 @@ class Ensemble:
         record = self._control(False, judged, time.perf_counter() - began - self._judge.seconds_at_end)
         self._steering.scale_by(cut, self._rates, forget=True)
         rows = {name: replace(row, scale=self.scales[name]) for name, row in record.hyperparameters.items()}
+        seen = [score for score in judged.scores if math.isfinite(score)] or judged.scores
         said = (
             f"rolled back at step {self._rounds.at.step} to the weights of step {self._keeper.kept_at}: the loss was "
-            f"{sum(judged.scores) / len(judged.scores):.4g}; learning rates x{cut:g}"
+            f"{sum(seen) / len(seen):.4g}; learning rates x{cut:g}"
         )
         return replace(record, full=full, hyperparameters=rows, events=(*record.events, said))
 

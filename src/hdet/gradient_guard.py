@@ -92,7 +92,7 @@ class GradientGuard:
         if bad is None:
             return
         self._checks += 1
-        if all(group.get("fused") for group in optimizer.param_groups):
+        if getattr(optimizer, "_step_supports_amp_scaling", False):  # torch's fused ones say so to GradScaler
             before = getattr(optimizer, "found_inf", None)  # GradScaler's
             self._within[id(optimizer)] = before
             optimizer.found_inf = bad if before is None else torch.maximum(bad, before)  # type: ignore[attr-defined]

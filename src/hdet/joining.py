@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -40,7 +40,8 @@ class Follower(Joinable):
         return self._group
 
 
-def joined(model: nn.Module | None, follow: Callable[[], None]) -> AbstractContextManager[object]:
+@contextmanager
+def joined(model: nn.Module | None, follow: Callable[[], None]) -> Iterator[None]:
     """torch's join context for a model whose gradients are shared: DDP goes along, then `follow` is called.
 
     Nothing for replicas in one process, which see when one of them has returned.
@@ -48,13 +49,20 @@ def joined(model: nn.Module | None, follow: Callable[[], None]) -> AbstractConte
     Raises:
         ValueError: if there is no DistributedDataParallel in the model.
     """
-    if model is not None and any(getattr(m, "shares_gradients", False) for m in model.modules()):
-        return nullcontext()
-    wrapped = [m for m in ([] if model is None else model.modules()) if isinstance(m, DistributedDataParallel)]
+    modules = [] if model is None else list(model.modules())
+    if any(getattr(m, "shares_gradients", False) for m in modules):
+        yield
+        return
+    wrapped = [m for m in modules if isinstance(m, DistributedDataParallel)]
     if len(wrapped) != 1:
         raise ValueError(
             "join() needs model=, wrapped in DistributedDataParallel, to go along with its shared gradients; give it "
             'to the ensemble, or use gradients="local"'
         )
     ddp = wrapped[0]
-    return cast(AbstractContextManager[object], Join([ddp, Follower(follow, ddp.join_device, ddp.join_process_group)]))
+    try:
+        with Join([ddp, Follower(follow, ddp.join_device, ddp.join_process_group)]):
+            yield
+    finally:
+        # or each later step would count who is left
+        ddp._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]

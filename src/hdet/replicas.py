@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -89,7 +89,8 @@ class Replicas:
         if self._notes is None and self.size > 1:
             self._notes = self._board()
         if self._notes is not None:
-            self._notes.write("at", place)
+            with suppress(RuntimeError):  # the store is gone: the collective that follows says so
+                self._notes.write("at", place)
 
     def explain(self, error: Exception, began: float) -> LostReplicaError | None:
         """Who is dead, stalled or elsewhere, now that `error` was raised while talking to the others; None if nobody.
@@ -100,26 +101,32 @@ class Replicas:
         if self._notes is None:
             return None
         self._failed = True
+        try:
+            return self._roll_call(self._notes, error, began)
+        except RuntimeError:
+            return LostReplicaError("the store is gone, with the process that serves it: rank 0's, or torchrun's", [0])
+
+    def _roll_call(self, notes: Board, error: Exception, began: float) -> LostReplicaError | None:
         if not _is_of_a_collective(error):
-            self._notes.write("failed", f"raised {type(error).__name__}: {error}")
+            notes.write("failed", f"raised {type(error).__name__}: {error}")
             return None
-        self._notes.write("failed", "")
-        failed, places = self._notes.read("failed", wait=_ROLL_CALL), self._notes.read("at")
+        notes.write("failed", "")
+        failed, places = notes.read("failed", wait=_ROLL_CALL), notes.read("at")
         mine = places[self.rank]
         elsewhere = [rank for rank, place in enumerate(places) if place != mine]
         if not any(failed) and not any(failed[rank] is None for rank in elsewhere):  # nobody to blame yet
-            left = began + self._notes.timeout + _ROLL_CALL - time.monotonic()
-            failed = self._notes.read("failed", wait=max(left, 0.0))
+            left = began + notes.timeout + _ROLL_CALL - time.monotonic()
+            failed = notes.read("failed", wait=max(left, 0.0))
         raised = [rank for rank, note in enumerate(failed) if note]
         silent = [rank for rank, note in enumerate(failed) if note is None]
-        told = next((note for rank, note in enumerate(self._notes.read("lost")) if note and rank != self.rank), None)
+        told = next((note for rank, note in enumerate(notes.read("lost")) if note and rank != self.rank), None)
         if told is not None and not silent and not raised:  # this is the one that the others have waited for
             return LostReplicaError(f"{told}; this replica came too late", [self.rank])
         lost = raised or [rank for rank in silent if rank in elsewhere] or silent or elsewhere
         if not lost:
             return None
         text = "; ".join(f"{who([rank])} {failed[rank] or _last_seen(places[rank], mine)}" for rank in lost)
-        self._notes.write("lost", text)
+        notes.write("lost", text)
         return LostReplicaError(text, lost)
 
     def gather(self, values: Tensor) -> list[list[float]]:
@@ -231,7 +238,7 @@ def weigh(flat: Tensor, rank: int, of: Sequence[int]) -> None:
 
 def _is_of_a_collective(error: Exception) -> bool:
     """Whether an error comes from torch's communication: its own classes, or gloo's, which are plain RuntimeErrors."""
-    words = ("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out waiting")
+    words = ("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out waiting", "Wait timeout")
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     )
