@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import time
 
 import pytest
@@ -22,10 +23,10 @@ TIMEOUT = 2.0
 VICTIM = 1
 
 
-def survivors(function, size, folder, *args):
+def survivors(function, size, folder, *args, **options):
     """What each replica that lived to tell has told, by rank."""
     with contextlib.suppress(ReplicaError):
-        run(function, size, str(folder), *args, timeout=30)
+        run(function, size, str(folder), *args, timeout=30, **options)
     return {int(path.stem): json.loads(path.read_text()) for path in pathlib.Path(folder).glob("*.json")}
 
 
@@ -167,6 +168,36 @@ def test_within_join_a_failure_in_an_ordinary_step_is_named_too(tmp_path, how):
         assert told[rank]["seconds"] < TIMEOUT + 1
     if how == "raises":
         assert told[VICTIM]["said"] == "KeyError('no such sample')"
+
+
+def when_the_store_goes(folder, port):
+    """Rank 0 serves the store and dies."""
+    rank, timeout = int(os.environ["HDET_TEST_RANK"]), datetime.timedelta(seconds=TIMEOUT)
+    where = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=3, timeout=timeout)
+    loop = Loop(gradients="local")
+    for number in range(5):
+        loop.step(number)
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        loop.step(5)
+    except hdet.LostReplicaError as error:
+        tell(folder, said=str(error), ranks=error.ranks, seconds=time.monotonic() - began)
+
+
+def test_a_store_that_is_gone_is_said(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = survivors(when_the_store_goes, 3, tmp_path, port, initialise=False)
+    assert set(told) == {1, 2}
+    for found in told.values():
+        assert found["ranks"] == [0]
+        assert "the store is gone" in found["said"]
+        assert found["seconds"] < TIMEOUT + 1
 
 
 def uneven(gradients):
