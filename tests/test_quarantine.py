@@ -139,6 +139,34 @@ def test_local_gradients_on_real_processes():
     assert all(math.isfinite(x) for row in (*first[1], *first[2]) for x in row)
 
 
+def a_batch_of_nan(spread):
+    """The first replica sees it, so that DDP gives its statistics to all."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
+    optimizer = optim.AdamW(model.parameters(), lr=0.01)
+    ensemble = hdet.Ensemble(
+        optimizer, [hdet.learning_rate(optimizer, spread=spread)], total_steps=20, interval=5, model=model, guard=True
+    )
+    for step in range(20):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        loss = (model(x * math.nan if step == 7 and ensemble.replicas.rank == 0 else x) - x[:, :1]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ensemble.step(loss)
+    return [t.flatten().tolist() for t in (*model.parameters(), *model.buffers())]
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3])
+@pytest.mark.filterwarnings("ignore:guard")
+def test_a_batch_of_nan_does_not_cost_the_statistics_of_batch_norm(spread):
+    first, second = run(a_batch_of_nan, 2, spread)
+    assert first == second
+    assert all(math.isfinite(x) for row in first for x in row)
+
+
 def everybody(options):
     torch.manual_seed(0)
     model = hdet.data_parallel(nn.Linear(2, 1))

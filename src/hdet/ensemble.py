@@ -38,7 +38,7 @@ from hdet.judge import AnyProbe, Judge, Judged
 from hdet.local_gradients import Gradients, LocalGradients
 from hdet.outer_step import OuterStep
 from hdet.probe.probe import Probe
-from hdet.quarantine import Census, condition, ended, restore_state, take_census
+from hdet.quarantine import Census, Statistics, condition, ended, restore_state, take_census
 from hdet.range_test.find_lr import find_lr
 from hdet.range_test.found_rate import FoundRate
 from hdet.record import HyperparameterRecord, OnRound, RoundRecord
@@ -193,6 +193,8 @@ class Ensemble:
         self._values = Values(self._optimizers, self._hyperparameters, self._before_step)
         self._fan_out = self._values.fan_out
         self._guard = GradientGuard(self._optimizers if self._guarded else ())
+        self._statistics = Statistics()
+        self._keep_statistics()
         self._ended = self._joining = False
         self._stepped_at = 0.0
         self._hopeless = 0  # rounds in a row without anything finite
@@ -343,6 +345,7 @@ class Ensemble:
             raise RuntimeError("consensus() is entered already; leave it before entering it again")
         self._start()
         tensors = [] if self._equal else self._tensors.weights()
+        self._mend_statistics()
         counted = self._agree(tensors, full=False)[1].counted if tensors else None
         kept = self._tensors.buffers()
         self._in_consensus, self._fan_out.ready = True, False
@@ -516,6 +519,7 @@ class Ensemble:
     def _begin_round(self) -> None:
         self._values.set(self.scales, self._rounds.multipliers)
         self._tensors.begin_round()
+        self._keep_statistics()
         waits = self._outer.active or self._judge.probes or self._keeper is not None
         self._fan_out.ready = self._opened or not waits
 
@@ -557,6 +561,7 @@ class Ensemble:
     def _end_round(self, full: bool) -> None:
         records = []
         verdict: Verdict = "ok"
+        self._mend_statistics()
         if not self._opened and self._fan_out.steps == 0 and self._rounds.at.step_in_round:
             self._open_round()  # every step of the round was skipped here, but not on other replicas
         if self._rounds.diverges or (self._keeper is not None and not self._rounds.at.finished):
@@ -604,6 +609,14 @@ class Ensemble:
             self._steering.numbers = numbers.tolist()
         self._joining = self._joining and not census.all_ended
         return replace(record, events=(*record.events, *census.events(self._rounds.at.step))), verdict
+
+    def _keep_statistics(self) -> None:
+        if self._guarded:
+            self._statistics.keep(self._tensors.statistics())
+
+    def _mend_statistics(self) -> None:
+        if self._guarded:
+            self._statistics.mend(self._tensors.statistics())
 
     def _device(self, tensors: Sequence[Tensor]) -> torch.device:
         return collective_device(tensors or self._tensors.parameters())

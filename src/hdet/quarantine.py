@@ -39,6 +39,33 @@ def condition(
     return vector
 
 
+class Statistics:
+    """A model's floating-point buffers as they were at the start of a round.
+
+    A batch of NaN makes BatchNorm's statistics NaN although the step is skipped, and DDP gives the first replica's to
+    all: weights that are finite are not to be given up for that.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+
+    @torch.no_grad()
+    def keep(self, buffers: Sequence[Tensor]) -> None:
+        """Remember them, if they are finite."""
+        if buffers and bool(finite(buffers, torch.device("cpu"))):
+            self._kept = [b.detach().clone() for b in buffers]
+
+    @torch.no_grad()
+    def mend(self, buffers: Sequence[Tensor]) -> bool:
+        """Put them back, if they are not finite and were; whether that was done."""
+        same = [(b.shape, b.dtype) for b in buffers] == [(k.shape, k.dtype) for k in self._kept]
+        if not (buffers and same) or bool(finite(buffers, torch.device("cpu"))):
+            return False
+        for buffer, kept in zip(buffers, self._kept, strict=True):
+            buffer.copy_(kept)
+        return True
+
+
 @dataclass(frozen=True)
 class Census:
     """How the replicas are, the same on every replica.

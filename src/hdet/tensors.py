@@ -49,6 +49,11 @@ class Tensors:
         """All buffers of the model, whatever their dtype."""
         return [] if self._model is None else list(self._model.buffers())
 
+    def statistics(self) -> list[Tensor]:
+        """The model's floating-point buffers, without those that replicas differ in on purpose."""
+        apart = {id(t) for h in self._forward for t in h.tensors()}
+        return [b for b in converge.buffers(self._model) if id(b) not in apart]
+
     def followers(self) -> list[Tensor]:
         """What follows the weights and is averaged along."""
         return converge.module_tensors(self._also)
