@@ -152,3 +152,24 @@ def test_what_it_cannot_be_is_refused():
     o = optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     with pytest.raises(TypeError, match="guard must be True or False, got 'yes'"):
         hdet.Ensemble(o, total_steps=5, guard="yes")
+
+
+class Told(optim.SGD):
+    """Takes `found_inf`, as torch's fused optimizers do, and keeps it."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None):
+        self.seen = self.found_inf
+
+
+def test_a_fused_optimizer_is_told_on_the_device():
+    p = nn.Parameter(torch.zeros(3, device="meta"))
+    p.grad = torch.ones_like(p)
+    told, plain = Told([p], lr=0.1), optim.SGD([p], lr=0.1)
+    guards = GradientGuard([told]), GradientGuard([plain])
+    told.step()
+    assert told.seen.is_meta
+    assert guards[0].skipped.is_meta
+    with pytest.raises((RuntimeError, NotImplementedError)):  # the others need a read, which fails on this device
+        plain.step()
