@@ -113,3 +113,27 @@ def save_and_load(folder, total_steps):
 def test_the_code_about_checkpoints_runs(tmp_path):
     assert run(save_and_load, 2, str(tmp_path), 55) == [(0, True)] * 2
     assert run(save_and_load, 2, str(tmp_path), 60) == [(55, False)] * 2
+
+
+def follow_safety():
+    torch.manual_seed(0)
+    rank = hdet.find_replicas().rank
+    model = hdet.data_parallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    data = torch.randn(20 + 3 * rank, 4, generator=torch.Generator().manual_seed(rank))
+    names = {
+        "model": model,
+        "optimizer": optimizer,
+        "total_steps": 30,
+        "loader": [(x, x.sum(1, keepdim=True)) for x in data.split(1)],
+        "loss_fn": nn.functional.mse_loss,
+    }
+    for block in blocks("safety.md"):
+        exec(block, names)
+    return names["ensemble"]._rounds.at.step, [p.tolist() for p in model.parameters()]
+
+
+def test_the_code_about_safety_runs():
+    first, second = run(follow_safety, 2)
+    assert first == second
+    assert first[0] == 23

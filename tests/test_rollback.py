@@ -359,3 +359,50 @@ def test_odd_moments_are_no_false_alarms_and_real_ones_are_caught():
     assert set(scales) == {1.0, 0.25}
     assert scales.index(0.25) == next(k for k, s in enumerate(scales) if s != 1.0)
     assert heat == 1.0
+
+
+CONTROLLERS = {
+    "fixed": hdet.Fixed(),
+    "softmax": hdet.Softmax(temperature=0.1),
+    "slope": hdet.Slope(),
+    "line search": hdet.LineSearch(),
+    "auto": hdet.Auto(),
+}
+
+
+def under(controller):
+    """A run whose weights blow up in the fifth round; the events, and what the controller remembers right after."""
+    rank = hdet.find_replicas().rank
+    torch.manual_seed(0)
+    model = hdet.data_parallel(nn.Linear(3, 1))
+    o = optim.SGD(model.parameters(), lr=1e-2)
+    x = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
+    events = []
+    ensemble = hdet.Ensemble(
+        o, [hdet.learning_rate(o, spread=0.3)], total_steps=80, interval=4, model=model, controller=controller,
+        probe=hdet.Probe(x, lambda model, x: (model(x) - x.sum(1, keepdim=True)).square().mean(), held_out=True),
+        rollback=hdet.Rollback(),
+        on_round=[lambda record: events.extend((event, ensemble.state_dict()["controller"]) for event in record.events)]
+    )  # fmt: skip
+    for step in range(40):
+        batch = torch.randn(8, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+        loss = loss * math.inf if step == 18 else loss
+        loss.backward()
+        o.step()
+        o.zero_grad()
+        ensemble.step(loss)
+    ensemble.finish()
+    back = [memory for event, memory in events if "rolled back" in event]
+    return back, [p.tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", CONTROLLERS)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_every_controller_goes_back_and_forgets(name):
+    first, second = hdet.in_process(lambda: under(CONTROLLERS[name]), 2)
+    assert first == second
+    (memory,), weights = first
+    fresh = CONTROLLERS[name].init(["learning_rate"])["learning_rate"]
+    assert {**memory["learning_rate"], "scale": 1.0} == fresh, "the controller still remembers what led there"
+    assert all(math.isfinite(x) for row in weights for x in torch.tensor(row).flatten().tolist())

@@ -7,7 +7,7 @@ from hdet import trackers
 from hdet.checkpoint.load import Checkpoint, load
 from hdet.checkpoint.save import save
 from hdet.checkpoint.sharded import replica_key
-from hdet.controllers import Auto, Controller, Fixed, LineSearch, Observation, Plan, Report, Slope, Softmax
+from hdet.controllers import Auto, Controller, Fixed, Limits, LineSearch, Observation, Plan, Report, Slope, Softmax
 from hdet.ensemble import Ensemble
 from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.hyperparameters.in_forward import Scalar, attribute, dropout, scalar
@@ -21,7 +21,7 @@ from hdet.range_test.find_lr import FindLRError, find_lr
 from hdet.range_test.found_rate import FoundRate
 from hdet.record import HyperparameterRecord, RoundRecord, metrics
 from hdet.replay import ReplayLR, make_schedule
-from hdet.replicas import find_replicas
+from hdet.replicas import LostReplicaError, find_replicas
 from hdet.rollback.rollback import Rollback
 from hdet.warm_init import warm_init
 
@@ -38,7 +38,9 @@ __all__ = [
     "Hyperparameter",
     "HyperparameterRecord",
     "JSONLines",
+    "Limits",
     "LineSearch",
+    "LostReplicaError",
     "Observation",
     "OneCycleAutoLR",
     "Plan",

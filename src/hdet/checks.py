@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hdet.arguments import check_count
 from hdet.assignment import Design
-from hdet.controllers import Controller, Fixed, LineSearch
+from hdet.controllers import Controller, Fixed, Limits, LineSearch
 from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.hyperparameters.in_forward import InForward
 from hdet.hyperparameters.in_groups import InGroups
@@ -44,7 +44,7 @@ def check_interval(
         warnings.warn(
             f"interval {interval} is longer than the run of {total_steps} steps: the replicas are averaged once, "
             "at the end, and no controller acts; use a shorter interval",
-            stacklevel=3,
+            stacklevel=4,
         )
     return interval
 
@@ -61,6 +61,26 @@ def check_rollback(rollback: Rollback) -> Rollback:
     if not isinstance(rollback, Rollback):
         raise TypeError(f"rollback must be an hdet.Rollback, got {rollback!r}; write rollback=hdet.Rollback()")
     return rollback
+
+
+def check_limits(limits: Limits | None) -> Limits:
+    """The limits, if they are some."""
+    if limits is not None and not isinstance(limits, Limits):
+        raise TypeError(f"limits must be an hdet.Limits, got {limits!r}; write limits=hdet.Limits(per_round=2.0)")
+    return Limits() if limits is None else limits
+
+
+def check_guard(guard: object, optimizers: Sequence[Optimizer]) -> None:
+    """Raise unless `guard` is True and every rank sees whole gradients, so that all decide alike."""
+    if guard is not True:
+        raise TypeError(f"guard must be True or False, got {guard!r}; write guard=True")
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(_is_sharded(p) for p in group["params"]):
+                raise ValueError(
+                    "guard=True needs whole gradients on every rank, but they are sharded: each rank would decide by "
+                    "its own part; leave it out, and use the skipping of your GradScaler or of FSDP"
+                )
 
 
 def check_controller(controller: object) -> None:
@@ -197,7 +217,7 @@ def check_probe(
         warnings.warn(
             f"{blind[0]} is a regulariser: judged on training data it runs to no regularisation at all; judge it with "
             "probe=hdet.Probe(held_out_dataset, loss_fn, held_out=True)",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -247,6 +267,10 @@ def _check_not_sharded(p: Tensor) -> None:
         raise ValueError(_SHARDED.format("the optimizer holds DTensors, which spread the"))
     if getattr(p, "_fsdp_flattened", False) or _is_a("FlatParameter", p):
         raise ValueError(_SHARDED.format("FullyShardedDataParallel shards the"))
+
+
+def _is_sharded(p: Tensor) -> bool:
+    return _is_a("DTensor", p) or getattr(p, "_fsdp_flattened", False) or _is_a("FlatParameter", p)
 
 
 def _is_a(class_name: str, thing: object) -> bool:

@@ -10,15 +10,14 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch._utils import _unflatten_dense_tensors
 from torch.optim import Optimizer
 
-from hdet.replicas import Replicas
+from hdet.replicas import LostReplicaError, Replicas, Travelling, collective_device
 
 BUCKET_BYTES = 16 * 2**20
-_Travelling = tuple[list[Tensor], list[Tensor], "dist.Work | None"]
+_Travelling = tuple[list[Tensor], list[Tensor], "Travelling | None"]
 
 # Optimizers whose state is a function of the gradients alone. With shared gradients it stays equal on all
 # replicas while only learning rates differ, so it need not be averaged.
@@ -90,6 +89,18 @@ def optimizer_state(optimizers: Iterable[Optimizer], explored: Iterable[str], lo
     ]
 
 
+def whole_state(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """All optimizer state that lives beside its parameter, step counters included."""
+    return [
+        value
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+        for _, value in sorted(optimizer.state.get(p, {}).items(), key=lambda item: str(item[0]))
+        if isinstance(value, Tensor) and value.device == p.device and value.numel()
+    ]
+
+
 def state_can_differ(optimizer: Optimizer, explored: set[str]) -> bool:
     """Whether replicas with shared gradients can come to hold different optimizer state."""
     safe = {"lr", "weight_decay"} if type(optimizer) in _DECOUPLED_DECAY else {"lr"}
@@ -109,13 +120,51 @@ def layout(tensors: Sequence[Tensor]) -> int:
 
 
 @torch.no_grad()
-def average(tensors: Sequence[Tensor], replicas: Replicas, bucket_bytes: int = BUCKET_BYTES) -> None:
+def average(
+    tensors: Sequence[Tensor],
+    replicas: Replicas,
+    bucket_bytes: int = BUCKET_BYTES,
+    of: Sequence[int] | None = None,
+    atomic: bool = False,
+) -> None:
     """Replace each tensor by its mean over the replicas, in place: no object and no storage is replaced.
 
     Tensors are packed into two reused flat buckets, one being filled while the other travels; half
     precision is averaged in single precision and rounded once. The number of collectives depends on the
     bytes, not on the number of tensors.
+
+    Args:
+        tensors: what is averaged.
+        replicas: between whom.
+        bucket_bytes: what travels at once.
+        of: the replicas whose tensors count; by default all of them. All get the mean.
+        atomic: put everything back if a replica is lost meanwhile. Costs one copy of the tensors.
+
+    Raises:
+        LostReplicaError: if a replica is lost; it says whether the tensors are as before.
     """
+    own = [t.detach().clone() for t in tensors] if atomic else []
+    try:
+        _average(tensors, replicas, bucket_bytes, of)
+        if atomic:
+            replicas.gather(torch.zeros(1, dtype=torch.float64, device=collective_device(tensors)))  # all have it
+    except LostReplicaError as error:
+        if not atomic:
+            raise error.and_then(_HALF_AVERAGED) from error
+        for tensor, value in zip(tensors, own, strict=True):
+            tensor.copy_(value)
+        raise error.and_then(UNTOUCHED) from error
+
+
+UNTOUCHED = "the weights of this replica are as before the averaging"
+_HALF_AVERAGED = (
+    "the weights of this replica may be averaged in part: do not go on with them, load a checkpoint; with atomic=True "
+    "they would be as before"
+)
+
+
+@torch.no_grad()
+def _average(tensors: Sequence[Tensor], replicas: Replicas, bucket_bytes: int, of: Sequence[int] | None) -> None:
     buffers: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     travelling: _Travelling | None = None
     for number, batch in enumerate(_batches(tensors, bucket_bytes)):
@@ -124,7 +173,7 @@ def average(tensors: Sequence[Tensor], replicas: Replicas, bucket_bytes: int = B
         flat = _buffer(pair, number % 2, sum([t.numel() for t in batch]), kind)
         slices = list(_unflatten_dense_tensors(flat, batch))  # type: ignore[no-untyped-call]
         torch._foreach_copy_(slices, batch)
-        work = replicas.start_mean(flat)
+        work = replicas.start_mean(flat, of)
         if travelling is not None:
             _unpack(travelling)
         travelling = (slices, batch, work)
@@ -133,7 +182,9 @@ def average(tensors: Sequence[Tensor], replicas: Replicas, bucket_bytes: int = B
 
 
 @contextmanager
-def averaged(tensors: Sequence[Tensor], replicas: Replicas, kept: Sequence[Tensor] = ()) -> Iterator[None]:
+def averaged(
+    tensors: Sequence[Tensor], replicas: Replicas, kept: Sequence[Tensor] = (), of: Sequence[int] | None = None
+) -> Iterator[None]:
     """Within it `tensors` hold their mean over the replicas; afterwards their own values, bit for bit.
 
     So do those in `kept`, which are not averaged. Costs one copy of both. They come back too if averaging fails.
@@ -141,12 +192,21 @@ def averaged(tensors: Sequence[Tensor], replicas: Replicas, kept: Sequence[Tenso
     once = [elements(t) for t in {id(t): t for t in (*tensors, *kept)}.values()]
     own = [t.detach().clone() for t in once]
     try:
-        average(tensors, replicas)
+        _average(tensors, replicas, BUCKET_BYTES, of)
         yield
     finally:
         with torch.no_grad():
             for tensor, value in zip(once, own, strict=True):
                 tensor.copy_(value)
+
+
+@torch.no_grad()
+def copy_from(source: int, tensors: Sequence[Tensor], replicas: Replicas, bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Replace each tensor by that of replica `source`, in place, through flat buckets."""
+    for batch in _batches(tensors, bucket_bytes, as_they_are=True):
+        flat = torch.cat([t.reshape(-1) for t in batch])
+        replicas.broadcast(flat, source)
+        torch._foreach_copy_(batch, list(_unflatten_dense_tensors(flat, batch)))  # type: ignore[no-untyped-call]
 
 
 def _unpack(travelling: _Travelling) -> None:
@@ -164,12 +224,12 @@ def _buffer(pair: list[Tensor], index: int, size: int, kind: tuple[torch.dtype, 
     return pair[index][:size]
 
 
-def _batches(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Runs of pieces that share arithmetic and device and fill at most one bucket each."""
+def _batches(tensors: Sequence[Tensor], bucket_bytes: int, as_they_are: bool = False) -> Iterator[list[Tensor]]:
+    """Runs of pieces that share arithmetic, or their dtype, and device, and fill at most one bucket each."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        kinds.setdefault((_arithmetic(real.dtype), real.device), []).append(real)
+        kinds.setdefault((real.dtype if as_they_are else _arithmetic(real.dtype), real.device), []).append(real)
     for (dtype, _), members in kinds.items():
         limit = max(1, bucket_bytes // dtype.itemsize)
         batch: list[Tensor] = []

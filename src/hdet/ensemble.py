@@ -17,26 +17,32 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet import checks, guard, no_effect
 from hdet import converge as averaging
+from hdet.agreement.agreement import agreed, claim, settle
+from hdet.agreement.fingerprint import Claims, fingerprint, plain
 from hdet.arguments import check_count
 from hdet.assignment import Design
-from hdet.controllers import Auto, Controller, Fixed, Observation, Report, Steering, plan
+from hdet.controllers import Auto, Controller, Fixed, Limits, Observation, Report, Steering, plan
+from hdet.gradient_guard import GradientGuard, finite
 from hdet.hooks import Hooks, innermost, unwrap
 from hdet.hyperparameters.hyperparameter import Hyperparameter, flatten, representative
 from hdet.hyperparameters.in_groups import InGroups, learning_rate
+from hdet.joining import joined
 from hdet.judge import AnyProbe, Judge, Judged
 from hdet.local_gradients import Gradients, LocalGradients
 from hdet.outer_step import OuterStep
 from hdet.probe.probe import Probe
+from hdet.quarantine import Census, Statistics, condition, ended, restore_state, take_census
 from hdet.range_test.find_lr import find_lr
 from hdet.range_test.found_rate import FoundRate
 from hdet.record import HyperparameterRecord, OnRound, RoundRecord
-from hdet.replicas import Replicas, collective_device
+from hdet.replicas import LostReplicaError, Replicas, collective_device
 from hdet.rollback.rollback import Keeper, Rollback, Verdict
 from hdet.rounds import Rounds
 from hdet.score import Loss, as_loss
@@ -44,11 +50,16 @@ from hdet.tensors import Tensors
 from hdet.values import Values
 
 _MOST_UNSEEN = 100
+_MOST_HOPELESS = 3
+_ENDED = "the end of its data"
 _VERSION = 2
 
 
 class Ensemble:
     """Data-parallel replicas that train under different hyperparameters and are averaged every round.
+
+    Every replica makes one. They compare what they were given, through the store and not by a collective, and all raise
+    the same error where something is wrong or different on one of them.
 
     Args:
         optimizer: the optimizer, or a sequence of them that step together (Muon beside AdamW).
@@ -69,6 +80,11 @@ class Ensemble:
             what the controller wants.
         rollback: what to do when the run diverges: an `hdet.Rollback`; None to do nothing. Needs the losses, and one
             small gather at the end of each round. Data and schedule do not rewind.
+        guard: leave out what is not finite: a step whose gradient is not is skipped on all replicas alike, a replica
+            whose weights, optimizer state or score are not is left out of the average and given it. See docs/safety.md
+            for what that costs.
+        limits: how far any controller may move a scale, per round and overall: an `hdet.Limits`.
+        atomic: a replica that is lost while the others average leaves their weights as they were. Costs a copy of them.
         act: False to observe: everything is measured and recorded, the centers stay on the schedule (except that a
             rollback cuts the learning rates).
         model: the trained module; its floating-point buffers (BatchNorm statistics) are averaged too.
@@ -80,6 +96,7 @@ class Ensemble:
 
     Attributes:
         closed: whether `close()` was called: steps are plain from then on.
+        last_checkpoint: where the run can be resumed from, if you say; errors that end a run point there.
 
     Raises:
         TypeError, ValueError: for an argument that cannot work, with what to write instead.
@@ -93,6 +110,7 @@ class Ensemble:
             ensemble.step(loss)
     """
 
+    @agreed("hdet.Ensemble")
     def __init__(
         self,
         optimizer: Optimizer | Sequence[Optimizer],
@@ -106,6 +124,9 @@ class Ensemble:
         outer_step: float | None = None,
         design: Design | None = None,
         rollback: Rollback | None = None,
+        guard: bool = False,
+        limits: Limits | None = None,
+        atomic: bool = False,
         act: bool = True,
         model: nn.Module | None = None,
         also: Sequence[nn.Module | Tensor] = (),
@@ -126,7 +147,7 @@ class Ensemble:
         self._local = gradients == "local"
         if controller is None:
             controller = Fixed() if probe is None else Auto()
-        self._check(controller, probe, gradients, model, act)
+        self._check(controller, probe, gradients, model, act, guard)
         checks.check_followers(also, on_round)
         check_count("start_step", start_step, least=0)
         names = [h.name for h in self._hyperparameters]
@@ -140,7 +161,7 @@ class Ensemble:
         self._tensors = Tensors(self._optimizers, model, tuple(also), self._hyperparameters, self._local)
         self._on_round = tuple(on_round)
 
-        self._steering = Steering(controller, names, act)
+        self._steering = Steering(controller, names, act, checks.check_limits(limits))
         no_effect.warn_without_effect(controller, act, bool(self._explored), self.interval, total_steps)
         no_effect.warn_of_probe(controller, probe, self._plan, self._local)
         self._rounds = Rounds(
@@ -149,12 +170,20 @@ class Ensemble:
         )  # fmt: skip
         self._rounds.start_from(start_step)
         self._keeper = None if rollback is None else Keeper(checks.check_rollback(rollback))
+        self._guarded, self._atomic = bool(guard), bool(atomic)
+        self.last_checkpoint: str | None = None
         self._outer = OuterStep(self._plan.outer_step if outer_step is None else outer_step)
         no_effect.warn_of_outer_step(self._outer.amount, self.interval, total_steps)
         self._judge = Judge(probe, model)
         self._probe, self._process_group = probe, process_group
         self._found: FoundRate | None = None
         self._rates = [h.name for h in self._hyperparameters if isinstance(h, InGroups) and h.key == "lr"]
+        self._attach(model if explores else None)
+        self._agreed = self.replicas.size > 1
+        claim(self._claims(), undo=self.close)
+
+    def _attach(self, watched: nn.Module | None) -> None:
+        """Hook into the optimizers, and into `watched`, whose state in mid-round is not the average."""
         self._opened, self._finishing = False, False  # whether this round's start has been noted
         self._first: dict[str, list[float | Tensor]] = {}  # the bases of its first step, by name
         self._clock = time.perf_counter()
@@ -163,17 +192,49 @@ class Ensemble:
         self._warned_state_dict = False
         self._values = Values(self._optimizers, self._hyperparameters, self._before_step)
         self._fan_out = self._values.fan_out
+        self._guard = GradientGuard(self._optimizers if self._guarded else ())
+        self._statistics = Statistics()
+        self._keep_statistics()
+        self._ended = self._joining = False
+        self._stepped_at = 0.0
+        self._hopeless = 0  # rounds in a row without anything finite
         self._hooks = Hooks(self)
-        self._switch = LocalGradients(model if self._local else None)
+        self._switch = LocalGradients(self._model if self._local else None)
         self._switch.start()
         self._values.set(self.scales, self._rounds.multipliers)  # the first forward pass comes before the first step
         for undo in (self._values.close, self._switch.restore):  # an ensemble that is dropped leaves nothing behind
             weakref.finalize(self, undo).atexit = False
-        if model is not None and explores:
-            self._hooks.before_module_state_dict(innermost(model), self._before_state_dict)
+        if watched is not None:
+            self._hooks.before_module_state_dict(innermost(watched), self._before_state_dict)
+
+    def _claims(self) -> Claims:
+        """What must be the same on all replicas before the first step."""
+        start_step, replicas = self._rounds.at.step, self.replicas.size
+        options = {**self._options(), "replicas": replicas, "start_step": start_step, "probe": self._probe}
+        return fingerprint(
+            options, self._optimizers, self._model, self._hyperparameters, self._tensors.followers(),
+            sharded=not (self._explored or self._local),
+        )  # fmt: skip
+
+    def _options(self) -> dict[str, object]:
+        """What an ensemble is given beside its hyperparameters, as told to the others."""
+        keeper, controller = self._keeper, self._steering.controller
+        return {
+            "seed": self.seed, "interval": self.interval, "total_steps": self.total_steps, "act": self._steering.act,
+            "controller": plain(controller), "gradients": "local" if self._local else "shared",
+            "outer_step": self._outer.amount, "design": self.design, "probe": self._judge.probes,
+            "rollback": None if keeper is None else plain(keeper.rollback), "guard": self._guarded,
+            "limits": plain(self._steering.limits), "atomic": self._atomic,
+        }  # fmt: skip
 
     def _check(
-        self, controller: Controller, probe: object, gradients: Gradients, model: nn.Module | None, act: bool
+        self,
+        controller: Controller,
+        probe: object,
+        gradients: Gradients,
+        model: nn.Module | None,
+        act: bool,
+        guard: object,
     ) -> None:
         checks.check_model(model, self._optimizers)
         checks.check_controller(controller)
@@ -184,6 +245,8 @@ class Ensemble:
             checks.check_buffers(self._explored, model)
         if self._explored or self._local:
             checks.check_can_diverge(self._optimizers, model)
+        if guard:
+            checks.check_guard(guard, self._optimizers)
 
     # The protocol
 
@@ -200,6 +263,8 @@ class Ensemble:
         """
         if self.closed:
             return
+        if self._joining:
+            self._stepped_at = time.monotonic()
         loss = self.check_loss(loss)
         if loss is not None:
             self._judge.score.add(loss)
@@ -207,6 +272,8 @@ class Ensemble:
             self._note_unseen()
         elif self._count():
             self._end_round(full=self._rounds.full)
+        elif self._guarded and not (self._local or self._joining) and self._guard.stuck:
+            self._end_round(full=False)  # one sick replica keeps all from training: do not wait for the round's end
 
     def check_loss(self, loss: Loss | None) -> Tensor | float | None:
         """What `step()` would add of this loss; raises as it would, and changes nothing."""
@@ -286,14 +353,50 @@ class Ensemble:
             raise RuntimeError("consensus() is entered already; leave it before entering it again")
         self._start()
         tensors = [] if self._equal else self._tensors.weights()
-        if tensors:
-            self._agree(tensors, full=False)
+        self._mend_statistics()
+        counted = self._agree(tensors, full=False)[1].counted if tensors else None
+        kept = self._tensors.buffers()
         self._in_consensus, self._fan_out.ready = True, False
         try:
-            with averaging.averaged(tensors, self.replicas, kept=self._tensors.buffers()), self._values.at_center():
+            with averaging.averaged(tensors, self.replicas, kept, counted), self._values.at_center():
                 yield
         finally:
             self._in_consensus = False
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Around a loop over data that end at different steps on different replicas. Collective: every replica enters.
+
+        A replica whose data have ended goes along: it is left out of the averages and gets them. With shared gradients
+        this is torch's join of DistributedDataParallel, which costs one small all-reduce per step, and at the end of
+        the loop all replicas hold the weights of the one that trained longest; with local gradients nothing is sent
+        between rounds, and all are averaged at the end.
+
+        An error in a collective within it, DDP's included, becomes an `hdet.LostReplicaError` that says who is missing.
+        """
+        self._start()
+        replicas = self.replicas
+        if replicas.size == 1:
+            yield
+            return
+        self._joining, self._stepped_at = True, time.monotonic()
+        replicas.arrive(f"step {self._rounds.at.step}")
+        try:
+            if self._local:
+                yield
+                self._go_along()
+            else:
+                with joined(self._model, self._follow):
+                    yield
+        except LostReplicaError:
+            raise
+        except Exception as error:
+            found = replicas.explain(error, self._stepped_at)
+            if found is None:
+                raise
+            raise found from error
+        finally:
+            self._joining = self._ended = False
 
     def close(self) -> None:
         """Remove every hook and give back the process group. Not collective; later steps are plain.
@@ -302,6 +405,7 @@ class Ensemble:
         """
         self.closed = True
         self._values.close()
+        self._guard.close()
         self._switch.restore()
         self._hooks.remove()
         self._rounds.close()
@@ -444,11 +548,15 @@ class Ensemble:
         if self.closed:
             raise RuntimeError("this ensemble is closed; make a new one to go on exploring")
         if self._rounds.start():
+            if not self._agreed and self.replicas.size > 1:  # there were no replicas yet when it was made
+                settle(self.replicas, "the first step of hdet.Ensemble", self._claims())
+                self._agreed = True
             self._begin_round()
 
     def _begin_round(self) -> None:
         self._values.set(self.scales, self._rounds.multipliers)
         self._tensors.begin_round()
+        self._keep_statistics()
         self._fan_out.ready = self._opened
 
     def _open_round(self) -> None:
@@ -475,31 +583,43 @@ class Ensemble:
         self._unseen = 0
         return self._rounds.count(max(self._fan_out.count(), 1))
 
+    def _follow(self) -> None:
+        """Another replica takes a step, while this one has no more data."""
+        self._ended = True
+        if not self._opened:
+            self._open_round()
+        if not self._rounds.at.finished and self._rounds.count(1):
+            self._end_round(full=self._rounds.full)
+
+    def _go_along(self) -> None:
+        """End the rounds of the others, until nobody has data."""
+        self._ended = True
+        while self._joining and not self._rounds.at.finished:
+            if not self._opened:
+                self._open_round()
+            self._end_round(full=True)
+
     def _end_round(self, full: bool) -> None:
         records = []
-        began = time.perf_counter()
         verdict: Verdict = "ok"
+        self._mend_statistics()
         if not self._opened and self._fan_out.steps == 0 and self._rounds.at.step_in_round:
             self._open_round()  # every step of the round was skipped here, but not on other replicas
         if self._rounds.diverges or (self._keeper is not None and not self._rounds.at.finished):
-            tensors = self._tensors.to_average() if self._rounds.diverges else []
-            judged = self._agree(tensors, full)
-            verdict = self._watch(judged)
-            if verdict == "alarm":
-                records.append(self._roll_back(full, judged, began))
-            else:
-                averaging.average(tensors, self.replicas)
-                self._rounds.at.equal = True
-                seconds = time.perf_counter() - began - self._judge.seconds_at_end
-                records.append(self._control(full, judged, seconds))
-        elif self._on_round and not self._rounds.at.finished:
-            records.append(replace(self._unjudged(), full=full))
+            record, verdict = self._converge(full)
+            records.append(record)
+        elif not self._rounds.at.finished:
+            said = self._tell_skipped()
+            if self._on_round:
+                record = self._unjudged()
+                records.append(replace(record, full=full, events=(*record.events, *said)))
         if self._rounds.over:
             self._outer.forget()
         self._outer.take()
         if verdict == "best":
             self._keep()
         self._judge.reset()
+        self._guard.reset()
         self._rounds.next_round()
         self._opened = False
         self._begin_round()
@@ -513,12 +633,93 @@ class Ensemble:
             for call in self._on_round:
                 call(record)
 
+    def _converge(self, full: bool) -> tuple[RoundRecord, Verdict]:
+        """Compare, average and steer; or go back."""
+        began = time.perf_counter()
+        tensors = self._tensors.to_average() if self._rounds.diverges else []
+        judged, census = self._agree(tensors, full)
+        if self._ended:  # go along with the others
+            full = census.full
+            self._rounds.catch_up(census.step)
+        verdict = self._watch(judged, census)
+        if verdict == "alarm":
+            record = self._roll_back(full, judged, began)
+        else:
+            self._average(tensors, judged, census)
+            record = self._control(full, judged, time.perf_counter() - began - self._judge.seconds_at_end)
+        if census.ended and census.healthy:  # their schedules stand still: steer by those who go on
+            numbers = torch.tensor(self._steering.numbers, dtype=torch.float64, device=self._device(tensors))
+            self.replicas.broadcast(numbers, census.healthy[0])
+            self._steering.numbers = numbers.tolist()
+        self._joining = self._joining and not census.all_ended
+        return replace(record, events=(*record.events, *census.events(self._rounds.at.step))), verdict
+
+    def _keep_statistics(self) -> None:
+        if self._guarded:
+            self._statistics.keep(self._tensors.statistics())
+
+    def _mend_statistics(self) -> None:
+        if self._guarded:
+            self._statistics.mend(self._tensors.statistics())
+
+    def _device(self, tensors: Sequence[Tensor]) -> torch.device:
+        return collective_device(tensors or self._tensors.parameters())
+
+    def _average(self, tensors: Sequence[Tensor], judged: Judged, census: Census) -> None:
+        """Average the replicas that count, give all of them the result, and see that it is finite."""
+        if census.lost:
+            raise RuntimeError(self._diverged("no replica's weights are finite"))
+        if census.sick and not tensors:
+            tensors = self._tensors.to_average()
+        averaging.average(tensors, self.replicas, of=census.counted, atomic=self._atomic)
+        if not census.all_well:
+            restore_state(census, self._tensors.state(), self.replicas)
+        self._rounds.at.equal = True
+        if not judged.given or any(map(math.isfinite, judged.scores)):
+            self._hopeless = 0
+        elif self._keeper is None:
+            self._despair(f"the loss of every replica is {judged.scores[0]}", self._tensors.weights())
+
+    def _tell_skipped(self) -> tuple[str, ...]:
+        """The events of a round in which all replicas did the same; a warning too, as there may be no record of it."""
+        if not self._guarded or not bool(self._guard.skipped):
+            return ()
+        skipped, steps = int(self._guard.skipped), self._rounds.at.step_in_round
+        said = f"guard: {skipped} of {steps} steps were skipped: their gradient was not finite"
+        warnings.warn(said, stacklevel=4)
+        if skipped < steps:
+            self._hopeless = 0
+        else:
+            self._despair("no gradient is finite any more")
+        return (said,)
+
+    def _despair(self, what: str, weights: Sequence[Tensor] = ()) -> None:
+        """Nothing finite was seen in this round: raise if the weights are not finite either, or at the third time."""
+        self._hopeless += 1
+        if self._hopeless >= _MOST_HOPELESS or not bool(finite(weights, torch.device("cpu"))):
+            raise RuntimeError(self._diverged(what))
+
+    def _diverged(self, what: str) -> str:
+        place = (
+            f" from {self.last_checkpoint}" if self.last_checkpoint else ", from your last checkpoint if there is one"
+        )
+        return (
+            f"the run has diverged: {what} at step {self._rounds.at.step}. Begin again with a lower learning rate"
+            f"{place}, or let it recover by itself: rollback=hdet.Rollback(); hdet.find_lr finds a rate beforehand"
+        )
+
     # Rollback
 
-    def _watch(self, judged: Judged) -> Verdict:
-        if self._keeper is None or not self._rounds.at.step_in_round or not judged.given:
+    def _watch(self, judged: Judged, census: Census) -> Verdict:
+        at, keeper = self._rounds.at, self._keeper
+        if keeper is None or not at.step_in_round or census.all_ended:
             return "ok"
-        return self._keeper.watch(judged.scores, self._rounds.at.step_in_round, self._rounds.at.step)
+        if not judged.given and not census.lost:
+            return "ok"
+        left_out = self._guarded or not census.all_well
+        seen = [score for score in judged.scores if math.isfinite(score)] if left_out else judged.scores
+        scores = [math.nan] if census.lost or not seen else seen
+        return keeper.watch(scores, at.step_in_round, at.step, self.last_checkpoint)
 
     def _keep(self) -> None:
         if self._keeper is not None:
@@ -534,9 +735,10 @@ class Ensemble:
         record = self._control(False, judged, time.perf_counter() - began - self._judge.seconds_at_end)
         self._steering.scale_by(cut, self._rates, forget=True)
         rows = {name: replace(row, scale=self.scales[name]) for name, row in record.hyperparameters.items()}
+        seen = [score for score in judged.scores if math.isfinite(score)] or judged.scores
         said = (
             f"rolled back at step {self._rounds.at.step} to the weights of step {self._keeper.kept_at}: the loss was "
-            f"{sum(judged.scores) / len(judged.scores):.4g}; learning rates x{cut:g}"
+            f"{sum(seen) / len(seen):.4g}; learning rates x{cut:g}"
         )
         return replace(record, full=full, hyperparameters=rows, events=(*record.events, said))
 
@@ -588,20 +790,29 @@ class Ensemble:
         limits = h.limits(next_base, len(dealt))
         return Observation(h.steered(base), h.steered(next_base), h.floor, dealt, h.peak(), limits)
 
-    def _agree(self, tensors: Sequence[Tensor], full: bool) -> Judged:
+    def _agree(self, tensors: Sequence[Tensor], full: bool) -> tuple[Judged, Census]:
         """Check that all replicas are at the same place with the same tensors; return what they are judged by."""
-        controller = type(self._steering.controller).__name__
-        options = [
-            self.seed, self.interval, self.total_steps, self._steering.act, controller, self._local,
-            self._outer.amount, self.design, self._judge.probes, repr(self._steering.controller),
-            None if self._keeper is None else self._keeper.rollback,
-        ]  # fmt: skip
-        device = collective_device(tensors or self._tensors.parameters())
+        device = self._device(tensors)
         numbers = self._judge.end(self._rounds.at.round, full, self.replicas, device)
-        layout = averaging.layout(tensors)
+        weights = self._tensors.weights() if self._guarded else []
+        state = self._tensors.state() if self._guarded or self._joining else []
         step = self._rounds.at.step
-        table = guard.agree(self.replicas, step, layout, options, self._hyperparameters, numbers)
-        return self._judge.read(table, full)
+        how = condition(weights, state, self._guard.skipped, device, ended=self._ended, step=step, full=full)
+        layout = averaging.layout(tensors)
+        at = self._rounds.at
+        place = _ENDED if self._ended else f"the end of round {at.round}"
+        self.replicas.arrive(f"{place} (step {at.step})")
+        numbers = torch.cat([numbers, how])
+        options = [*self._options().items()]
+        try:
+            table = guard.agree(self.replicas, at.step, layout, options, self._hyperparameters, numbers, ended)
+        except LostReplicaError as error:
+            raise error.and_then(averaging.UNTOUCHED) from error
+        if self._ended:
+            full = any(row[-1] for row in table if not ended(row))
+        judged = self._judge.read(table, full)
+        census = take_census(table, judged, self._guarded)
+        return census.view(judged), census
 
     # Small steps
 

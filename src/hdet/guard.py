@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +41,17 @@ def agree(
     options: Sequence[object],
     hyperparameters: Sequence[Hyperparameter],
     numbers: Tensor,
+    ended: Callable[[Sequence[float]], bool] = lambda row: False,
 ) -> list[list[float]]:
     """Check that all replicas are at the same place with the same tensors; every replica's `numbers`, by replica.
 
     One collective where they agree.
+
+    Args:
+        replicas: who.
+        step, layout, options, hyperparameters: what must be the same.
+        numbers: what else this replica has to say.
+        ended: whether a replica with these numbers may be elsewhere.
     """
     mine = claims(step, layout, options, hyperparameters)
 
@@ -54,12 +61,13 @@ def agree(
 
     table = gather(mine, numbers)
     *others, _ = mine
-    check_agreement(table, others)
-    totals = [row[len(others)] for row in table]
+    present = [rank for rank, row in enumerate(table) if not ended(row)]
+    check_agreement(table, others, present)
+    totals = [table[rank][len(others)] for rank in present]
     if not all(same(total, totals[0]) for total in totals):  # name the one that differs
         each = base_claims(hyperparameters)
-        check_agreement(gather(each, numbers[:0]), each)
-        check_agreement(table, mine)
+        check_agreement(gather(each, numbers[:0]), each, present)
+        check_agreement(table, mine, present)
     return [row[len(mine) :] for row in table]
 
 
@@ -68,7 +76,7 @@ def claims(step: int, layout: int, options: Sequence[object], hyperparameters: S
     explored = [(h.name, h.spread, h.ladder, len(list(h.bases()))) for h in hyperparameters]
     total = math.fsum(claim.value for claim in base_claims(hyperparameters))
     return [
-        Claim("the step", "every replica must take the same number of optimizer steps", step),
+        Claim("the step", _SAME_STEPS, step),
         Claim("the tensors to average", "build the same model and optimizer", layout),
         Claim("the ensemble's options", "give every replica the same arguments", checksum([*options, *explored])),
         Claim("the sum of all bases", _SAME_SCHEDULE, total),
@@ -80,6 +88,7 @@ def base_claims(hyperparameters: Sequence[Hyperparameter]) -> list[Claim]:
     return [Claim(f"the base of {h.name}", _SAME_SCHEDULE, float(base)) for h in hyperparameters for base in h.bases()]
 
 
+_SAME_STEPS = "every replica must take the same number of steps; for data that end unevenly use `with ensemble.join():`"
 _SAME_SCHEDULE = "a scheduler must see the same numbers everywhere: all-reduce the metric that it is given"
 
 
@@ -88,20 +97,25 @@ def checksum(values: Sequence[object]) -> int:
     return zlib.crc32(repr(values).encode())
 
 
-def check_agreement(table: Sequence[Sequence[float]], claims: Sequence[Claim]) -> None:
+def check_agreement(
+    table: Sequence[Sequence[float]], claims: Sequence[Claim], ranks: Sequence[int] | None = None
+) -> None:
     """Raise, with the same message on every replica, if the replicas make different claims.
 
     Args:
         table: one row per replica, beginning with the values of its claims.
         claims: this replica's.
+        ranks: the replicas that are compared; by default all.
     """
+    compared = range(len(table)) if ranks is None else ranks
     for index, claim in enumerate(claims):
-        values = [row[index] for row in table]
-        odd = [r for r, value in enumerate(values) if not same(value, values[0])]
+        values = {rank: table[rank][index] for rank in compared}
+        first = next(iter(values), 0)
+        odd = [rank for rank, value in values.items() if not same(value, values[first])]
         if odd:
             raise RuntimeError(
-                f"the replicas disagree on {claim.name}: {values[0]} on replica 0, {values[odd[0]]} on replica "
-                f"{odd[0]}; {claim.remedy}"
+                f"the replicas disagree on {claim.name}: {values[first]} on replica {first}, {values[odd[0]]} on "
+                f"replica {odd[0]}; {claim.remedy}"
             )
 
 

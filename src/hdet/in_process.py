@@ -7,7 +7,7 @@ its turn. So runs are reproducible, and every replica has its own state of torch
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from hdet.converge import average
-from hdet.replicas import Replicas, find_replicas, seated
+from hdet.replicas import Replicas, find_replicas, seated, weigh
 
 T = TypeVar("T")
 
@@ -88,19 +88,30 @@ class InProcess(Replicas):
         self._table = table
         self._meetings = 0
 
+    def arrive(self, place: str) -> None:
+        """Nobody waits in vain here: `meet` sees who has returned."""
+
+    def explain(self, error: Exception, began: float) -> None:
+        """Nobody is lost without an exception."""
+
+    def settle(self, mine: str, decide: Callable[[list[str]], str]) -> str:
+        """What `decide` makes of everybody's `mine`."""
+        decided: str = self._meet(mine, decide)
+        return decided
+
     def gather(self, values: Tensor) -> list[list[float]]:
         """Every replica's vector, by replica."""
         found: list[list[float]] = self._meet(values.tolist(), list)
         return found
 
-    def start_mean(self, flat: Tensor) -> None:
+    def start_mean(self, flat: Tensor, of: Sequence[int] | None = None) -> None:
         """Replace `flat` by its mean over the replicas."""
-        flat.div_(self.size)
+        weigh(flat, self.rank, range(self.size) if of is None else of)
         flat.copy_(self._meet(flat, lambda everyone: torch.stack(everyone).sum(0)))
 
-    def broadcast(self, flat: Tensor) -> None:
-        """Replace `flat` by the first replica's."""
-        flat.copy_(self._meet(flat, lambda everyone: everyone[0].clone()))
+    def broadcast(self, flat: Tensor, source: int = 0) -> None:
+        """Replace `flat` by that of replica `source`."""
+        flat.copy_(self._meet(flat, lambda everyone: everyone[source].clone()))
 
     def gather_into(self, everyone: Tensor, mine: Tensor) -> None:
         """Fill `everyone` with every replica's `mine`, one after another."""

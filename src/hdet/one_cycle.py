@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
+from hdet.agreement.agreement import agreed, claim
 from hdet.arguments import Rule, check_count, check_number
 from hdet.assignment import check_spread
-from hdet.controllers import RULES, Fixed, Softmax
+from hdet.controllers import RULES, Fixed, Limits, Softmax
 from hdet.ensemble import Ensemble
 from hdet.hooks import unwrap
 from hdet.hyperparameters.in_groups import InGroups
@@ -53,7 +54,7 @@ class OneCycleAutoLR(OneCycleLR):
         auto_lr_max_scale: the losses move a rate to at most this many times the schedule.
         outer_step: how much of a round's way is taken when it ends; see `hdet.outer_step`. Needs a short interval.
         rollback: what to do when the run diverges: an `hdet.Rollback`. Needs the losses.
-        model, also, process_group, seed, act, on_round: as in `hdet.Ensemble`.
+        guard, limits, atomic, model, also, process_group, seed, act, on_round: as in `hdet.Ensemble`.
 
     Give the losses of all but the last micro-batch of a step to `scheduler.ensemble.step(loss)`. Save and load
     through `state_dict()`: the object itself, which holds a process group, cannot be pickled. Within SequentialLR and
@@ -73,6 +74,7 @@ class OneCycleAutoLR(OneCycleLR):
     ensemble: Ensemble
     _ready = False  # torch's constructor takes a first step before there is an ensemble
 
+    @agreed("hdet.OneCycleAutoLR")
     def __init__(
         self,
         optimizer: Optimizer,
@@ -103,6 +105,9 @@ class OneCycleAutoLR(OneCycleLR):
         auto_lr_max_scale: float = 10.0,
         outer_step: float = 1.0,
         rollback: Rollback | None = None,
+        guard: bool = False,
+        limits: Limits | None = None,
+        atomic: bool = False,
         model: nn.Module | None = None,
         also: Sequence[nn.Module | Tensor] = (),
         process_group: dist.ProcessGroup | None = None,
@@ -161,6 +166,9 @@ class OneCycleAutoLR(OneCycleLR):
                 controller=controller if auto else Fixed(),
                 outer_step=outer_step,
                 rollback=rollback,
+                guard=guard,
+                limits=limits,
+                atomic=atomic,
                 act=act,
                 model=model,
                 also=also,
@@ -169,6 +177,7 @@ class OneCycleAutoLR(OneCycleLR):
                 start_step=self.last_epoch,
                 on_round=on_round,
             )
+        claim({"arguments": {"auto_lr_decay": auto_lr_decay, "enable_auto_lr": enable_auto_lr}})
         self._ready = True
 
     def step(self, epoch: int | Loss | None = None, *, loss: Loss | None = None) -> None:
@@ -345,4 +354,4 @@ def _warn_without_effect(auto: bool, spread: float, warmup_steps: int, interval:
     elif decay != "one_cycle" and not auto:
         problem = f"auto_lr_decay={decay!r} has no effect without enable_auto_lr=True"
     if problem is not None:
-        warnings.warn(problem, stacklevel=3)
+        warnings.warn(problem, stacklevel=4)

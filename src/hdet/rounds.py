@@ -116,6 +116,11 @@ class Rounds:
         at.equal = not self.diverges and (at.equal or not at.finished)
         return at.step_in_round >= self._interval or self.over
 
+    def catch_up(self, step: int) -> None:
+        """Go to the step where the others end this round."""
+        self.at.step_in_round += step - self.at.step
+        self.at.step = step
+
     @property
     def full(self) -> bool:
         """Whether this round has all its steps."""

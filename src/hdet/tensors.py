@@ -49,12 +49,21 @@ class Tensors:
         """All buffers of the model, whatever their dtype."""
         return [] if self._model is None else list(self._model.buffers())
 
+    def statistics(self) -> list[Tensor]:
+        """The model's floating-point buffers, without those that replicas differ in on purpose."""
+        apart = {id(t) for h in self._forward for t in h.tensors()}
+        return [b for b in converge.buffers(self._model) if id(b) not in apart]
+
+    def followers(self) -> list[Tensor]:
+        """What follows the weights and is averaged along."""
+        return converge.module_tensors(self._also)
+
     def weights(self) -> list[Tensor]:
         """What makes up the consensus: parameters, buffers and followers."""
         found = [
             *converge.parameters(self._optimizers, self._trained),
             *converge.buffers(self._model),
-            *converge.module_tensors(self._also),
+            *self.followers(),
         ]
         apart = {id(t) for h in self._forward for t in h.tensors()}  # replicas differ in these on purpose
         return list({id(t): t for t in found if id(t) not in apart}.values())
@@ -62,6 +71,10 @@ class Tensors:
     def to_average(self) -> list[Tensor]:
         """What replicas can differ in at the end of a round: the weights, and optimizer state."""
         return self.weights() + converge.optimizer_state(self._optimizers, self._explored, self._local)
+
+    def state(self) -> list[Tensor]:
+        """All optimizer state, whether replicas can differ in it or not."""
+        return converge.whole_state(self._optimizers)
 
     def kept(self) -> tuple[list[Tensor], list[Tensor]]:
         """What a snapshot holds: what is equal on all replicas at a round's end, and what is this replica's own."""
@@ -74,6 +87,6 @@ class Tensors:
         ]
         counters = [t for t in state if t.dim() == 0]  # differ where steps were skipped; never averaged
         weights = converge.parameters(self._optimizers, self._trained)
-        shared = [*weights, *(t for t in state if t.dim() > 0), *converge.module_tensors(self._also)]
+        shared = [*weights, *(t for t in state if t.dim() > 0), *self.followers()]
         apart = {id(t) for h in self._forward for t in h.tensors()}
         return shared, [*(b for b in self.buffers() if id(b) not in apart), *counters]

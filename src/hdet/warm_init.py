@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hdet.agreement.agreement import Agreement, claim
+from hdet.agreement.fingerprint import fingerprint
 from hdet.replicas import find_replicas
 
 
@@ -41,18 +43,20 @@ def warm_init(
     Raises:
         ValueError: if the model is not wrapped yet, or `noise` is negative or not finite.
     """
-    if isinstance(noise, bool) or not isinstance(noise, (int, float)) or not 0 <= noise < math.inf:
-        raise ValueError(f"noise must be at least 0 and finite, got {noise!r}; write for example noise=0.01")
-    if per not in ("tensor", "model"):
-        raise ValueError(f'per must be "tensor" or "model", got {per!r}')
-    replicas = find_replicas(process_group)
-    if replicas.size > 1 and replicas.wrapping_broadcasts and not unwrapped and not _wrapped(model):
-        raise ValueError(
-            "warm_init must come after DistributedDataParallel, which broadcasts rank 0's weights and would wipe "
-            "the noise out; write model = DistributedDataParallel(model); warm_init(model), or pass "
-            "unwrapped=True if this model is never wrapped"
-        )
-    trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
+    with Agreement("hdet.warm_init", process_group):
+        if isinstance(noise, bool) or not isinstance(noise, (int, float)) or not 0 <= noise < math.inf:
+            raise ValueError(f"noise must be at least 0 and finite, got {noise!r}; write for example noise=0.01")
+        if per not in ("tensor", "model"):
+            raise ValueError(f'per must be "tensor" or "model", got {per!r}')
+        replicas = find_replicas(process_group)
+        if replicas.size > 1 and replicas.wrapping_broadcasts and not unwrapped and not _wrapped(model):
+            raise ValueError(
+                "warm_init must come after DistributedDataParallel, which broadcasts rank 0's weights and would wipe "
+                "the noise out; write model = DistributedDataParallel(model); warm_init(model), or pass "
+                "unwrapped=True if this model is never wrapped"
+            )
+        trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
+        claim(fingerprint({"noise": noise, "per": per, "seed": seed}, model=model, followers=trained))
     squares = [_square(p) for p in trained]
     whole = sum(squares) / sum(p.numel() for p in trained) if per == "model" and trained else 0.0
     for number, (p, square) in enumerate(zip(trained, squares, strict=True)):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from hdet.arguments import Rule, check_number
 from hdet.controllers.evidence import words
 from hdet.controllers.report import Controller, Report, State, check_state
 
@@ -20,11 +23,45 @@ class Confidence(NamedTuple):
     finding: str
 
 
+_AT_LEAST_ONE = Rule(lambda x: x >= 1, "be a factor of at least 1", "2.0")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far any controller may move a scale, whatever it has seen.
+
+    Hyperparameters stay within their own bounds besides. What `find_lr` finds and what a rollback cuts is not bound
+    per round.
+
+    Args:
+        per_round: a scale changes at most by this factor in a round, up or down.
+        overall: a scale stays between 1 / overall and overall.
+
+    >>> Limits(per_round=2.0, overall=100.0).bounded(50.0, before=1.0)
+    2.0
+    """
+
+    per_round: float = 4.0
+    overall: float = 1e6
+
+    def __post_init__(self) -> None:
+        check_number("per_round", self.per_round, _AT_LEAST_ONE)
+        check_number("overall", self.overall, _AT_LEAST_ONE)
+
+    def bounded(self, scale: float, before: float) -> float:
+        """`scale` within the limits, coming from `before`; one that is outside already may come back."""
+        scale = min(max(scale, before / self.per_round), before * self.per_round)
+        if scale == before:
+            return scale  # not moved
+        return min(max(scale, min(1 / self.overall, before)), max(self.overall, before))
+
+
 class Steering:
     """The scales, as a controller moves them; with `act=False` it is asked, and nothing moves."""
 
-    def __init__(self, controller: Controller, names: Sequence[str], act: bool) -> None:
+    def __init__(self, controller: Controller, names: Sequence[str], act: bool, limits: Limits | None = None) -> None:
         self.controller = controller
+        self.limits = Limits() if limits is None else limits
         self.act = act
         self._names = list(names)
         self._state: State = controller.init(self._names)
@@ -36,12 +73,15 @@ class Steering:
 
     def update(self, report: Report) -> dict[str, float]:
         """Take in one full round; the scales that the controller asks for."""
-        proposed = self.controller.update(self._state, report)
-        for name, entry in proposed.items():
+        before, fresh = self.scales, self.controller.init(self._names)
+        proposed = {}
+        for name, entry in self.controller.update(self._state, report).items():
+            scale = entry["scale"]
+            if not (math.isfinite(scale) and scale > 0):  # a controller that has lost its way begins anew
+                entry, scale = fresh[name], before[name]  # noqa: PLW2901
             low, high = report.observations[name].limits
-            if not low <= entry["scale"] <= high:
-                proposed = {**proposed, name: {**entry, "scale": min(max(entry["scale"], low), high)}}
-        before = self.scales
+            scale = min(max(self.limits.bounded(scale, before[name]), low), high)
+            proposed[name] = {**entry, "scale": scale}
         self._state = {
             name: dict(entry) if self.act else {**entry, "scale": before[name]} for name, entry in proposed.items()
         }
@@ -62,6 +102,16 @@ class Steering:
     def load_state_dict(self, state: Any) -> None:
         """Go on from `state_dict()`; raises if it was saved for something else."""
         self._state = check_state(state, self.controller.init(self._names))
+
+    @property
+    def numbers(self) -> list[float]:
+        """The controller's state in a row, for another replica with the same controller."""
+        return [value for entry in self._state.values() for value in entry.values()]
+
+    @numbers.setter
+    def numbers(self, numbers: Sequence[float]) -> None:
+        row = iter(numbers)
+        self._state = {name: {key: next(row) for key in entry} for name, entry in self._state.items()}
 
     def scale_by(self, factor: float, names: Sequence[str], forget: bool = False) -> None:
         """Multiply some scales; with `forget` the controller remembers nothing else."""

@@ -78,8 +78,13 @@ class Probe:
         self._seed = seed
         self._loss_fn = loss_fn
         self._source = find_source(data, size, chunk, batches, seed, collate_fn)
+        samples = len(data) if hasattr(data, "__len__") else None
+        self._told = f"Probe({samples=}, {size=}, {chunk=}, {batches=}, {seed=}, {held_out=})"
         self._index: int | None = None
         self._chunks: list[Chunk] = []
+
+    def __repr__(self) -> str:
+        return self._told
 
     @property
     def repeats(self) -> bool:

@@ -37,6 +37,7 @@ class Bench:
         if not self.start:
             raise ValueError("the optimizer must have a positive learning rate, got 0 in all groups; set lr=1e-3 first")
         self.steps, self.samples = 0, 0
+        self.stepped_at = time.monotonic()
         self.step_seconds = self.probe_seconds = 0.0
         self._model, self._optimizers, self._step_fn = model, optimizers, step_fn
         self._probe, self._replicas = probe, replicas
@@ -119,7 +120,7 @@ class Bench:
         return sum(row[0] for row in parts) / weight
 
     def _step(self, index: int, rate: float) -> None:
-        started = time.perf_counter()
+        started, self.stepped_at = time.perf_counter(), time.monotonic()
         self._weights.clear_gradients()
         self._step_fn(index)
         if not self.steps and not self._weights.have_gradients():

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from hdet.agreement.agreement import Agreement, claim
+from hdet.agreement.fingerprint import fingerprint
 from hdet.arguments import Rule, check_number
 from hdet.hooks import unwrap
 from hdet.probe.probe import Probe
@@ -69,6 +71,7 @@ def find_lr(
     Raises:
         FindLRError: if the probe's loss is not finite or not positive, or does not fall at any rate.
         ValueError: if the replicas hold different weights or rates.
+        LostReplicaError: if another replica has failed; what it raised is quoted.
 
     >>> import torch
     >>> model = nn.Linear(2, 1)
@@ -81,14 +84,25 @@ def find_lr(
     >>> 0.03 < found.rate < 3
     True
     """
-    factor = _check_factor(outer_step, factor)
-    optimizers = _optimizers(optimizer)
-    _check(probe, step_fn, also)
-    replicas = find_replicas(process_group)
-    bench = Bench(model, optimizers, step_fn, probe, also, replicas)
+    with Agreement("hdet.find_lr", process_group):
+        factor = _check_factor(outer_step, factor)
+        optimizers = _optimizers(optimizer)
+        _check(probe, step_fn, also)
+        replicas = find_replicas(process_group)
+        bench = Bench(model, optimizers, step_fn, probe, also, replicas)
+        given = {"outer_step": outer_step, "factor": factor, "probe": probe}
+        claim(fingerprint(given, optimizers, model))
+    replicas.arrive("hdet.find_lr")
     try:
         bench.require_agreement()
         return _find(bench, factor)
+    except FindLRError:
+        raise
+    except Exception as error:
+        lost = replicas.explain(error, bench.stepped_at)
+        if lost is None:
+            raise
+        raise lost from error
     finally:
         bench.restore()
         replicas.close()

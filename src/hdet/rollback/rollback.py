@@ -189,14 +189,19 @@ class Rollback:
         """The rule that says when."""
         return Alarm(self.window, self.every)
 
-    def check(self, state: Mapping[str, float], step: int) -> None:
-        """Raise if the alarm with this state, raised at `step`, is one too many."""
+    def check(self, state: Mapping[str, float], step: int, checkpoint: str | None = None) -> None:
+        """Raise if the alarm with this state, raised at `step`, is one too many; points to the last checkpoint."""
         if state["alarms"] > self.most:
             raise RuntimeError(
                 f"the run diverged again at step {step}, after {self.most} rollbacks, each with {self.cut} times the "
                 "learning rate: lower rates do not help. Look for bad data, a loss that is not finite, or too little "
-                f"precision; or allow more of them: Rollback(most={2 * self.most})"
+                f"precision; or allow more of them: Rollback(most={2 * self.most}). {_resume(checkpoint)}"
             )
+
+
+def _resume(checkpoint: str | None) -> str:
+    where = "your last checkpoint, if there is one" if checkpoint is None else f"the last checkpoint, {checkpoint}"
+    return f"Resume from {where}"
 
 
 class Keeper:
@@ -217,7 +222,7 @@ class Keeper:
         self._shared: Snapshot | None = None
         self._own: list[Tensor] = []
 
-    def watch(self, scores: Sequence[float], steps: int, at: int) -> Verdict:
+    def watch(self, scores: Sequence[float], steps: int, at: int, checkpoint: str | None = None) -> Verdict:
         """What to do after a round of `steps` steps that ends at step `at` with these mean losses of the replicas.
 
         Raises:
@@ -225,11 +230,12 @@ class Keeper:
         """
         self.state, verdict = self.rollback.alarm.update(self.state, math.fsum(scores) / len(scores), steps)
         if verdict == "alarm":
-            self.rollback.check(self.state, at)
+            self.rollback.check(self.state, at, checkpoint)
             if self.kept_at is None:
                 raise RuntimeError(
                     f"the loss is {scores} at step {at}, before the first full round since the start or the resume: "
-                    "there is nothing to go back to; begin with a lower learning rate, or look for bad data"
+                    "there is nothing to go back to; begin with a lower learning rate, or look for bad data. "
+                    f"{_resume(checkpoint)}"
                 )
         return verdict
 

@@ -1,0 +1,132 @@
+"""The gradient guard: a step whose gradient is not finite changes nothing, on any replica.
+
+With shared gradients one replica's NaN reaches all of them within the step. Each sees the same reduced gradient, so
+each can decide alone: nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hdet.hooks import Hooks
+
+_MOST_IN_A_ROW = 3
+_LOOK_EVERY = 16  # checks, where the streak is on a device
+StepArgs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class GradientGuard:
+    """Watches the gradients of optimizers, right before each step.
+
+    Fused optimizers are told on the device, through `found_inf`, as GradScaler does: nothing is read back. The others
+    find no gradients, which takes one read from the device at each step.
+
+    Args:
+        optimizers: whose steps are guarded. Momentum goes on in none of them: a skipped step is no step.
+
+    Attributes:
+        skipped: steps that were skipped since `reset()`, a number or a tensor on the device.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.skipped: Tensor | int = 0
+        self._streak: Tensor | int = 0
+        self._checks = 0
+        self._within: dict[int, Tensor | None] = {}  # the optimizers that are stepping, and their own `found_inf`
+        self._hooks = Hooks(self)
+        for optimizer in optimizers:
+            self._hooks.around_step(optimizer, self._before_step, self._after_step)
+
+    def reset(self) -> None:
+        """Count from 0 again."""
+        self.skipped = self._streak = 0
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the last few steps were all skipped: waiting longer will not help. Read from a device now and then.
+
+        With shared gradients the same on every replica, at the same step.
+        """
+        if isinstance(self._streak, Tensor) and self._checks % _LOOK_EVERY:
+            return False
+        return bool(self._streak >= _MOST_IN_A_ROW)
+
+    def close(self) -> None:
+        """Take off the hooks."""
+        self._hooks.remove()
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArgs | None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self._check(optimizer)
+            return None
+
+        def checked() -> Any:
+            loss = closure()
+            self._check(optimizer)  # there was no gradient before
+            return loss
+
+        if len(args) > 1:
+            return (args[0], checked, *args[2:]), kwargs
+        return args, {**kwargs, "closure": checked}
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if id(optimizer) in self._within:
+            before = self._within.pop(id(optimizer))
+            if before is not None:
+                optimizer.found_inf = before  # type: ignore[attr-defined]
+            elif hasattr(optimizer, "found_inf"):
+                del optimizer.found_inf
+
+    @torch.no_grad()
+    def _check(self, optimizer: Optimizer) -> None:
+        if id(optimizer) in self._within:  # a step within a step, by a subclass
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        bad = not_finite([p.grad for p in parameters if p.grad is not None])
+        if bad is None:
+            return
+        self._checks += 1
+        if getattr(optimizer, "_step_supports_amp_scaling", False):  # torch's fused ones say so to GradScaler
+            before = getattr(optimizer, "found_inf", None)  # GradScaler's
+            self._within[id(optimizer)] = before
+            optimizer.found_inf = bad if before is None else torch.maximum(bad, before)  # type: ignore[attr-defined]
+            self.skipped = self.skipped + bad
+            self._streak = (self._streak + bad) * bad
+        elif not bool(bad):
+            self._streak = 0
+        else:
+            self.skipped, self._streak = self.skipped + 1, self._streak + 1
+            for p in parameters:
+                p.grad = None
+
+
+def not_finite(gradients: Sequence[Tensor]) -> Tensor | None:
+    """1.0 if any of these is not finite, else 0.0, on their device; None if there are none. No host read."""
+    values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    devices: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for value in values:
+        if value.numel() and value.is_floating_point():
+            devices.setdefault((value.device, value.dtype), []).append(value)
+    found: Tensor | None = None
+    for (device, dtype), members in devices.items():
+        bad = torch.zeros((), device=device)
+        if dtype == torch.float64 or any(not m.is_contiguous() for m in members):
+            bad = 1.0 - torch.stack([m.sum().isfinite() for m in members]).all().float()
+        else:  # GradScaler's kernel, one launch for many tensors; it multiplies by 1, which changes nothing
+            torch._amp_foreach_non_finite_check_and_unscale_(members, bad, torch.ones((), device=device))
+        found = bad if found is None else torch.maximum(found, bad.to(found.device))
+    return found
+
+
+@torch.no_grad()
+def finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """1.0 if all of these are finite, else 0.0: a scalar on `device`. No host read."""
+    kept = [t for t in tensors if t.is_floating_point() and t.numel()]
+    sums = [t.sum(dtype=torch.promote_types(t.dtype, torch.float32)).isfinite().to(device) for t in kept]
+    return torch.stack(sums).all().double() if sums else torch.ones((), dtype=torch.float64, device=device)

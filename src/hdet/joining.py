@@ -1,0 +1,68 @@
+"""Uneven data: a replica whose data have ended goes along with the others, through torch's join protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.nn.parallel import DistributedDataParallel
+
+
+class _Follow(JoinHook):
+    def __init__(self, follow: Callable[[], None]) -> None:
+        self.main_hook = follow  # type: ignore[method-assign]
+
+
+class Follower(Joinable):
+    """Calls `follow` for each step that others take after this replica's data have ended."""
+
+    def __init__(self, follow: Callable[[], None], device: torch.device, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._follow, self._device, self._group = follow, device, group
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What torch calls."""
+        return _Follow(self._follow)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where torch counts who is left."""
+        return self._device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """Among whom."""
+        return self._group
+
+
+@contextmanager
+def joined(model: nn.Module | None, follow: Callable[[], None]) -> Iterator[None]:
+    """torch's join context for a model whose gradients are shared: DDP goes along, then `follow` is called.
+
+    Nothing for replicas in one process, which see when one of them has returned.
+
+    Raises:
+        ValueError: if there is no DistributedDataParallel in the model.
+    """
+    modules = [] if model is None else list(model.modules())
+    if any(getattr(m, "shares_gradients", False) for m in modules):
+        yield
+        return
+    wrapped = [m for m in modules if isinstance(m, DistributedDataParallel)]
+    if len(wrapped) != 1:
+        raise ValueError(
+            "join() needs model=, wrapped in DistributedDataParallel, to go along with its shared gradients; give it "
+            'to the ensemble, or use gradients="local"'
+        )
+    ddp = wrapped[0]
+    try:
+        with Join([ddp, Follower(follow, ddp.join_device, ddp.join_process_group)]):
+            yield
+    finally:
+        # or each later step would count who is left
+        ddp._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]

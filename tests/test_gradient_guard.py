@@ -1,0 +1,175 @@
+"""A step whose gradient is not finite is no step, whatever the optimizer."""
+
+import math
+
+import pytest
+import torch
+from cases import OPTIMIZERS, Net, batch
+from processes import run
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+
+import hdet
+from hdet.gradient_guard import GradientGuard, finite, not_finite
+
+
+def steps(name, bad, guarded):
+    """Weights and optimizer state after four steps, of which the third has a bad gradient or is left out."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizers = OPTIMIZERS[name](model)
+    guard = GradientGuard(optimizers) if guarded else None
+    for step in range(4):
+        x, y = batch(0, step)
+        for o in optimizers:
+            o.zero_grad()
+        buffers = [b.clone() for b in model.buffers()]
+        (model(x) - y).square().mean().backward()
+        if step == 2:
+            for b, before in zip(model.buffers(), buffers, strict=True):
+                b.copy_(before)
+            if not guarded:
+                continue
+            for o in optimizers:
+                o.param_groups[-1]["params"][-1].grad.view(-1)[0] = bad
+        for o in optimizers:
+            o.step()
+            assert not hasattr(o, "found_inf")
+    state = [v for o in optimizers for s in o.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    return [p.detach() for p in model.parameters()] + state, guard
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_gradient_is_as_if_the_step_had_not_been(name, bad):
+    (ours, guard), (theirs, _) = steps(name, bad, True), steps(name, bad, False)
+    assert len(ours) == len(theirs)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert float(guard.skipped) == len(OPTIMIZERS[name](Net()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_what_is_finite(dtype):
+    large = torch.full((1000,), 6e4, dtype=dtype)  # the sum overflows in half precision
+    assert float(not_finite([large, large[:3]])) == 0.0
+    assert float(finite([large, torch.arange(3)], torch.device("cpu"))) == 1.0
+    bad = large.clone()
+    bad[7] = math.nan
+    kept = large.clone()
+    assert float(not_finite([large, bad])) == 1.0
+    assert float(finite([large, bad], torch.device("cpu"))) == 0.0
+    assert torch.equal(large, kept)
+    assert not_finite([]) is None
+
+
+def test_sparse_and_strided_gradients_are_seen():
+    table = nn.Embedding(5, 2, sparse=True)
+    (table(torch.tensor([1, 1])) * math.inf).sum().backward()
+    assert float(not_finite([table.weight.grad])) == 1.0
+    wide = torch.ones(4, 4)
+    wide[0, 0] = math.nan
+    assert float(not_finite([wide.t()])) == 1.0
+    assert float(not_finite([wide[:, 1:]])) == 0.0
+
+
+def test_a_closure_and_a_step_within_a_step():
+    class Twice(optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            return super().step(closure)
+
+    p = nn.Parameter(torch.ones(2))
+    o = Twice([p], lr=0.1, momentum=0.9)
+    guard = GradientGuard([o])
+
+    def closure():
+        o.zero_grad()
+        with torch.enable_grad():
+            loss = (p * math.nan).sum()
+        loss.backward()
+        return loss
+
+    o.step(closure)
+    assert torch.equal(p, torch.ones(2))
+    assert guard.skipped == 1
+    guard.close()
+    assert not o._optimizer_step_pre_hooks
+
+
+def test_it_says_when_nothing_goes_on():
+    for fused in (False, True):
+        p = nn.Parameter(torch.ones(2))
+        o = optim.SGD([p], lr=0.1, fused=fused)
+        guard, stuck = GradientGuard([o]), []
+        for step in range(40):
+            p.grad = torch.full((2,), math.nan if step >= 10 else 1.0)
+            o.step()
+            stuck.append(guard.stuck)
+        assert stuck.index(True) == (15 if fused else 12)
+        assert float(guard.skipped) == 30
+
+
+def with_a_scaler(guarded):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    o = optim.SGD(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.3)], interval=4, guard=guarded)
+    for step in range(8):
+        loss = model(torch.ones(2, 3) * (1 + step)).square().mean() * (math.inf if step == 3 else 1)
+        scaler.scale(loss).backward()
+        scaler.step(o)
+        scaler.update()
+        o.zero_grad()
+        ensemble.step(loss if step != 3 else 1.0)
+    ensemble.close()
+    return scaler.get_scale(), [p.tolist() for p in model.parameters()]
+
+
+def test_beside_a_grad_scaler_it_changes_nothing():
+    assert run(with_a_scaler, 2, True) == run(with_a_scaler, 2, False)
+
+
+def without_a_spread(bad_steps):
+    p = nn.Parameter(torch.ones(2))
+    o = optim.SGD([p], lr=0.1)
+    ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.0)], interval=6, guard=True)
+    for step in range(30 if len(bad_steps) > 1 else 12):
+        p.grad = torch.full((2,), math.nan if step in bad_steps else 1.0)
+        o.step()
+        ensemble.step(1.0)
+    return p.tolist()
+
+
+def test_without_a_spread_it_is_said_too():
+    with pytest.warns(UserWarning, match="guard: 1 of 6 steps were skipped"):
+        assert without_a_spread({3}) == pytest.approx([-0.1, -0.1])
+    with pytest.raises(RuntimeError, match=r"no gradient is finite any more at step 15.*hdet\.Rollback"):
+        without_a_spread(range(6, 30))
+
+
+def test_what_it_cannot_be_is_refused():
+    o = optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(TypeError, match="guard must be True or False, got 'yes'"):
+        hdet.Ensemble(o, total_steps=5, guard="yes")
+
+
+class Told(optim.SGD):
+    """Takes `found_inf`, as torch's fused optimizers do, and keeps it."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None):
+        self.seen = self.found_inf
+
+
+def test_a_fused_optimizer_is_told_on_the_device():
+    p = nn.Parameter(torch.zeros(3, device="meta"))
+    p.grad = torch.ones_like(p)
+    told, plain = Told([p], lr=0.1), optim.SGD([p], lr=0.1)
+    guards = GradientGuard([told]), GradientGuard([plain])
+    told.step()
+    assert told.seen.is_meta
+    assert guards[0].skipped.is_meta
+    with pytest.raises((RuntimeError, NotImplementedError)):  # the others need a read, which fails on this device
+        plain.step()
