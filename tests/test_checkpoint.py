@@ -29,12 +29,13 @@ def save_and_resume(path, stop, options):
     runs.train(whole, range(stop))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        hdet.save(path, whole)
+        saved = hdet.save(path, whole)
     mid_round = whole["ensemble"].mid_round
     runs.train(whole, range(stop, 14))
     again = runs.parts(**options)
     loaded = hdet.load(path, again)
     assert loaded.exact
+    assert whole["ensemble"].last_checkpoint == again["ensemble"].last_checkpoint == str(saved)
     assert not loaded.notices
     assert (loaded.step, loaded.replicas, loaded.mid_round) == (stop, 2, mid_round)
     runs.train(again, range(stop, 14))

@@ -96,7 +96,7 @@ class Ensemble:
 
     Attributes:
         closed: whether `close()` was called: steps are plain from then on.
-        last_checkpoint: where the run can be resumed from, if you say; errors that end a run point there.
+        last_checkpoint: where the run can be resumed from, for errors that end it; `hdet.save` and `load` set it.
 
     Raises:
         TypeError, ValueError: for an argument that cannot work, with what to write instead.

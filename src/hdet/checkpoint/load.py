@@ -80,10 +80,13 @@ def load(
     notices: list[str] = []
     with replicas_of(ensemble, process_group) as replicas, nullcontext() if ensemble is None else ensemble.saving():
         try:
-            return _Reader(replicas, Path(path), found, mine, notices).load()
+            loaded = _Reader(replicas, Path(path), found, mine, notices).load()
         finally:
             for notice in notices:
                 warnings.warn(notice, stacklevel=2)
+    if ensemble is not None and loaded is not None:
+        ensemble.last_checkpoint = str(loaded.path)
+    return loaded
 
 
 @dataclass

@@ -62,7 +62,10 @@ def save(
     with replicas_of(ensemble, process_group) as replicas:
         writer = _Writer(replicas, device, Path(path), found, mine, ensemble)
         writer.check(step, keep)
-        return writer.write(keep)
+        written = writer.write(keep)
+    if ensemble is not None:
+        ensemble.last_checkpoint = str(written)
+    return written
 
 
 class _Writer:
