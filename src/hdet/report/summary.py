@@ -75,18 +75,31 @@ def _won(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
 def _controller(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     said = []
     for name in names:
-        rows = [line["hyperparameters"][name] for line in lines if name in line["hyperparameters"]]
+        rows, at = _while_it_mattered(lines, name)
         moved = [row for row in rows if row.get("decision") not in ("kept", "", None)]
         if not moved:
             why = f" ({_why(rows[-1])})" if _why(rows[-1]) else ""
             said.append(f"{name}: on the schedule, x{_number(rows[-1]['scale'])}{why}.")
             continue
-        now = f"{name}: now x{_number(rows[-1]['scale'])} of the schedule, moved in {_count(len(moved), 'round')}."
+        now = f"{name}: {at} x{_number(rows[-1]['scale'])} of the schedule, moved in {_count(len(moved), 'round')}."
         why = f" ({_why(moved[-1])})" if _why(moved[-1]) else ""
         center, base = (max((row[key] for row in rows if row[key] is not None), default=None) for key in _HIGHEST)
         highest = f"At most {_number(center)}, where the schedule has {_number(base)}."
         said.append(f"{now} {highest} Last: {moved[-1]['decision']}{why}.")
     return "\n".join(said)
+
+
+def _while_it_mattered(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[Mapping[str, Any]], str]:
+    """The rows up to the last one with a base of half its peak or more, and when that was.
+
+    On a schedule's way to zero no scale changes the loss much, and what a controller makes of it says little.
+    """
+    found = [(line["step"], line["hyperparameters"][name]) for line in lines if name in line["hyperparameters"]]
+    half = max((row["base"] for _, row in found if row["base"] is not None), default=0.0) / 2
+    last = max((k for k, (_, row) in enumerate(found) if (row["base"] or 0.0) >= half), default=len(found) - 1)
+    rows = [row for _, row in found[: last + 1]]
+    ends = last == len(found) - 1
+    return rows, "now" if ends else f"until step {found[last][0]}, where the schedule falls below half its peak,"
 
 
 def _why(row: Mapping[str, Any]) -> str:

@@ -1,0 +1,57 @@
+"""The five sentences about a run, on rounds whose answers are known."""
+
+from hdet.report.run import Status
+from hdet.report.summary import summary
+
+
+def line(step, base, scale, probe, before=None, **changes):
+    values = [0.5 * base * scale, 2 * base * scale]
+    decision = "kept" if before in (None, scale) else f"raised by {scale / before - 1:.0%}"
+    row = {"base": base, "center": base * scale, "values": values, "scale": scale, "decision": decision}
+    row["finding"] = "learning_rate: x2.00 +- 0.10"
+    seconds = {"round_seconds": 10.0, "converge_seconds": 0.5, "probe_seconds": 1.0}
+    about = {"round": step // 5 - 1, "step": step, "steps": 5, "full": True, "scores": [9.0, 9.0], "probe": probe}
+    return {**about, "events": [], "hyperparameters": {"learning_rate": row}, **seconds, **changes}
+
+
+def told(lines, state="ended", text="ended at step 20 of 20"):
+    return {part["title"]: part for part in summary(lines, Status(state, text))}
+
+
+ANNEALED = [
+    line(5, 0.1, 1.0, [3.0, 2.0]),
+    line(10, 1.0, 2.0, [2.0, 1.5], before=1.0),
+    line(15, 0.6, 4.0, [1.5, 1.4], before=2.0),
+    line(20, 1e-6, 4e6, [1.0, 1.1], before=4.0),
+]
+
+
+def test_the_five_sentences():
+    said = {title: part["text"] for title, part in told(ANNEALED).items()}
+    assert said["Tried"] == "2 replicas, 4 rounds of 5 steps.\nlearning_rate: 0.50 to 2.00 times its center."
+    assert said["Won"] == "learning_rate: the higher values, in 75% of 4 rounds."
+    assert said["Cost"] == "15.0% of 40.0 s: converge 5.0%, probe 10.0%. The rest is training."
+    assert said["Health"] == (
+        "Ended at step 20 of 20. All losses are finite, no rollback. Loss 2.5 in the first round, 1.05 in the last."
+    )
+
+
+def test_the_scale_is_told_where_it_mattered():
+    """At the end of a schedule that goes to zero the factor runs away, and nobody trains with it."""
+    said = told(ANNEALED)["Controller"]["text"]
+    assert said == (
+        "learning_rate: until step 15, where the schedule falls below half its peak, x4 of the schedule, moved in 2 "
+        "rounds. At most 2.4, where the schedule has 1. Last: raised by 100% (x2.00 +- 0.10)."
+    )
+    assert told(ANNEALED[:2], "running")["Controller"]["text"].startswith("learning_rate: now x2 of the schedule")
+
+
+def test_who_should_look():
+    assert told(ANNEALED)["Health"]["tone"] == "good"
+    assert told(ANNEALED, "cut off")["Health"]["tone"] == "bad"
+    hole = [*ANNEALED[:3], line(20, 1.0, 4.0, [None, 1.1])]
+    assert told(hole)["Health"]["tone"] == "bad"
+    assert "1 round with losses that are not finite" in told(hole)["Health"]["text"]
+    back = [*ANNEALED[:3], line(20, 1.0, 1.0, [1.0, 1.1], events=["rolled back at step 20 to the weights of step 10"])]
+    assert "1 alarm in the events below" in told(back)["Health"]["text"]
+    assert told([], "waiting", "nothing was written yet")["Health"]["tone"] == "good"
