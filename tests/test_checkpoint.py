@@ -6,6 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
+import saved_run
 import torch
 import torch.distributed as dist
 from cases import OPTIMIZERS, SCHEDULERS, Net, batch
@@ -13,7 +14,6 @@ from processes import run
 from torch import nn
 
 import hdet
-import runs
 from hdet.checkpoint import folder, random_state
 
 
@@ -25,21 +25,21 @@ def names(path):
 
 
 def save_and_resume(path, stop, options):
-    whole = runs.parts(**options)
-    runs.train(whole, range(stop))
+    whole = saved_run.parts(**options)
+    saved_run.train(whole, range(stop))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         saved = hdet.save(path, whole)
     mid_round = whole["ensemble"].mid_round
-    runs.train(whole, range(stop, 14))
-    again = runs.parts(**options)
+    saved_run.train(whole, range(stop, 14))
+    again = saved_run.parts(**options)
     loaded = hdet.load(path, again)
     assert loaded.exact
     assert whole["ensemble"].last_checkpoint == again["ensemble"].last_checkpoint == str(saved)
     assert not loaded.notices
     assert (loaded.step, loaded.replicas, loaded.mid_round) == (stop, 2, mid_round)
-    runs.train(again, range(stop, 14))
-    assert runs.bits(again) == runs.bits(whole)
+    saved_run.train(again, range(stop, 14))
+    assert saved_run.bits(again) == saved_run.bits(whole)
     for one in (whole, again):
         one["ensemble"].finish()
     return mid_round
@@ -147,7 +147,7 @@ class Position:
 
 
 def all_kinds(path):
-    parts, data = runs.parts(), Position()
+    parts, data = saved_run.parts(), Position()
     muon = [torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1 * k, momentum=0.9) for k in (1, 2)]
     history = torch.arange(5.0)
     data.at = 10 + dist.get_rank()
@@ -344,9 +344,9 @@ def test_a_flipped_bit_is_seen_and_the_checkpoint_before_is_taken(tmp_path, file
 
 
 def one_damaged_file(path):
-    parts = runs.parts()
+    parts = saved_run.parts()
     for first in (0, 3):
-        runs.train(parts, range(first, first + 3))
+        saved_run.train(parts, range(first, first + 3))
         saved = hdet.save(path, parts)
     if dist.get_rank() == 0:
         flip(saved / "replica-1.pt")  # which only replica 1 reads
@@ -398,15 +398,15 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, entries, match
 
 
 def refused_by_an_object(path):
-    parts, data, other = runs.parts(), Position(), Position()
+    parts, data, other = saved_run.parts(), Position(), Position()
     data.at = 1 + 200 * dist.get_rank()
     hdet.save(path, parts, own={"other": other, "data": data})
-    runs.train(parts, range(2))
+    saved_run.train(parts, range(2))
     other.at, data.at = 9, 9
-    before = runs.bits(parts)
+    before = saved_run.bits(parts)
     with pytest.raises(RuntimeError) as caught:
         hdet.load(path, parts, own={"other": other, "data": data})
-    assert runs.bits(parts) == before
+    assert saved_run.bits(parts) == before
     assert (other.at, data.at) == (9, 9)
     parts["ensemble"].finish()
     return str(caught.value)
@@ -482,8 +482,8 @@ def test_a_full_disk_on_one_replica_fails_on_all_and_leaves_the_rest(tmp_path, w
 
 
 def in_consensus(path):
-    parts = runs.parts()
-    runs.train(parts, range(2))
+    parts = saved_run.parts()
+    saved_run.train(parts, range(2))
     with parts["ensemble"].consensus(), pytest.raises(RuntimeError, match="leave it first"):
         hdet.save(path, parts)
     with pytest.warns(UserWarning, match="model.state_dict"):  # still said to whom it concerns

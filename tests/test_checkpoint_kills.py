@@ -9,26 +9,26 @@ import warnings
 from functools import partial
 
 import pytest
+import saved_run
 import torch
 from processes import run, run_and_kill
 from torch import nn
 
 import hdet
-import runs
 
 EVERY = 3  # rounds have 4 steps: of four checkpoints one is at a round's end
 
 
 def kill_and_resume(path, moments, seed):
     """Kill a run at random moments, each time a new one, and let it end; the steps that they went on from."""
-    run(runs.finish, 2, f"{path}/warm", 24, EVERY)
-    whole = run(runs.finish, 2, f"{path}/whole", 24, EVERY)
+    run(saved_run.finish, 2, f"{path}/warm", 24, EVERY)
+    whole = run(saved_run.finish, 2, f"{path}/whole", 24, EVERY)
     draw, seconds = random.Random(seed), whole[0][2]
     went_on = []
     for number in range(moments):
         folder, moment = f"{path}/{number}", draw.uniform(0, seconds)
-        run_and_kill(runs.finish, 2, folder, 24, EVERY, moment=partial(wait_for, f"{folder}.begun", moment))
-        results = run(runs.finish, 2, folder, 24, EVERY)
+        run_and_kill(saved_run.finish, 2, folder, 24, EVERY, moment=partial(wait_for, f"{folder}.begun", moment))
+        results = run(saved_run.finish, 2, folder, 24, EVERY)
         same = [result[1] for result in results] == [result[1] for result in whole]
         assert same, f"kill {number} after {moment:.3f} s, on from step {results[0][0]}: not the same run"
         went_on.append(results[0][0])

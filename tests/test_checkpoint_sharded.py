@@ -3,6 +3,7 @@
 import warnings
 
 import pytest
+import saved_run
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -10,7 +11,6 @@ from processes import run
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import hdet
-import runs
 
 
 def save(path, parts, key):
@@ -20,7 +20,7 @@ def save(path, parts, key):
 
 
 def resume(path, key=None):
-    parts = runs.parts()
+    parts = saved_run.parts()
     model, optimizer = get_state_dict(parts["model"], parts["optimizer"])
     loaded = hdet.load(path, {"scheduler": parts["scheduler"], "ensemble": parts["ensemble"]})
     state = {"model": model, "optimizer": optimizer}
@@ -33,15 +33,15 @@ def resume(path, key=None):
 
 def save_and_resume(path, stop, key):
     warnings.simplefilter("ignore")
-    whole = runs.parts()
-    runs.train(whole, range(stop))
+    whole = saved_run.parts()
+    saved_run.train(whole, range(stop))
     used = key or hdet.replica_key(whole["ensemble"])
     save(path, whole, used)
-    runs.train(whole, range(stop, 14))
-    expected = runs.bits(whole)
+    saved_run.train(whole, range(stop, 14))
+    expected = saved_run.bits(whole)
     again = resume(path, key)
-    runs.train(again, range(stop, 14))
-    return used, runs.bits(again) == expected
+    saved_run.train(again, range(stop, 14))
+    return used, saved_run.bits(again) == expected
 
 
 @pytest.mark.parametrize("stop", [6, 8])
@@ -56,7 +56,7 @@ def test_one_key_in_mid_round_is_a_mix(tmp_path):
 
 def refuses(path):
     warnings.simplefilter("ignore")
-    parts = runs.parts()
+    parts = saved_run.parts()
     parts["model"].module[0].weight = torch.nn.Parameter(
         torch.distributed.tensor.distribute_tensor(
             torch.ones(8, 6), torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))

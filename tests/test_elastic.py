@@ -5,19 +5,19 @@ import re
 import warnings
 
 import pytest
+import saved_run
 import torch
 import torch.distributed as dist
 from processes import run
 from torch import nn
 
 import hdet
-import runs
 from hdet.assignment import multipliers
 
 
 def save(path, steps, options):
-    parts = runs.parts(**options)
-    runs.train(parts, range(steps))
+    parts = saved_run.parts(**options)
+    saved_run.train(parts, range(steps))
     hdet.save(path, parts, own={"mine": dist.get_rank()})
     inner, optimizer = parts["model"].module, parts["optimizer"]
     tensors = [t.clone() for t in inner.state_dict().values()]
@@ -31,7 +31,7 @@ def go_on(path, steps, options, last=24):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         records = []
-        parts = runs.parts(**options, on_round=[records.append])
+        parts = saved_run.parts(**options, on_round=[records.append])
         loaded = hdet.load(path, parts, own={"mine": None})
     inner = getattr(parts["model"], "module", parts["model"])
     tensors = [t.clone() for t in inner.state_dict().values()]
@@ -39,7 +39,7 @@ def go_on(path, steps, options, last=24):
     scale, dealt = parts["ensemble"].scales["learning_rate"], parts["ensemble"].multipliers["learning_rate"]
     step = parts["optimizer"].state[inner[0].weight]["step"].clone()
     drawn = torch.rand(1).item()
-    runs.train(parts, range(steps, last))
+    saved_run.train(parts, range(steps, last))
     weights = torch.cat([p.detach().flatten() for p in inner.parameters()])
     said = [str(w.message) for w in caught if "saved by" in str(w.message)]
     return loaded, said, (tensors, moments, scale, step), dealt, drawn, weights, records
@@ -73,9 +73,9 @@ def test_another_number_of_replicas_goes_on(tmp_path, saved, resumed, steps):
 
 
 def outer(path, steps):
-    parts = runs.parts(outer_step=0.5)
+    parts = saved_run.parts(outer_step=0.5)
     start = [p.detach().clone() for p in parts["model"].parameters()]
-    runs.train(parts, range(steps))
+    saved_run.train(parts, range(steps))
     hdet.save(path, parts)
     parts["ensemble"].finish()
     return start
@@ -83,10 +83,10 @@ def outer(path, steps):
 
 def outer_goes_on(path, steps):
     with pytest.warns(UserWarning, match="the rest of the round is not judged"):
-        parts = runs.parts(outer_step=0.5)
+        parts = saved_run.parts(outer_step=0.5)
         hdet.load(path, parts)
     start = [p.clone() for p in parts["ensemble"].state_dict()["outer_step"]]
-    runs.train(parts, range(steps, 4))
+    saved_run.train(parts, range(steps, 4))
     return start
 
 

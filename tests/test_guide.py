@@ -5,12 +5,12 @@ import pathlib
 import re
 import warnings
 
+import saved_run
 import torch
 from processes import run
 from torch import nn
 
 import hdet
-import runs
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 
@@ -83,7 +83,7 @@ class Data:
 def save_and_load(folder, total_steps):
     os.chdir(folder)
     warnings.simplefilter("ignore")
-    parts = runs.parts(interval=10, total_steps=200)
+    parts = saved_run.parts(interval=10, total_steps=200)
     rank = hdet.find_replicas().rank
 
     def train_step(step):

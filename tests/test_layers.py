@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "fan_out": {"hooks", "hyperparameters"},
     "values": {"fan_out", "hyperparameters"},
     "rounds": {"assignment", "hyperparameters", "replicas"},
+    "recording": {"controllers", "hyperparameters", "record", "rounds", "values"},
     "converge": {"replicas"},
     "tensors": {"converge", "hyperparameters"},
     "in_process": {"converge", "replicas"},
@@ -49,7 +50,7 @@ MAY_IMPORT = {
     "ensemble": {
         "agreement", "arguments", "assignment", "checks", "controllers", "converge", "gradient_guard", "guard", "hooks",
         "hyperparameters", "joining", "judge", "local_gradients", "no_effect", "outer_step", "probe", "quarantine",
-        "range_test", "record", "replicas", "rollback", "rounds", "score", "tensors", "values",
+        "range_test", "record", "recording", "replicas", "rollback", "rounds", "score", "tensors", "values",
     },
     "checkpoint": {"arguments", "ensemble", "hooks", "replicas", "restore"},
     "one_cycle": {

@@ -28,10 +28,10 @@ from hdet.agreement.agreement import agreed, claim, settle
 from hdet.agreement.fingerprint import Claims, fingerprint, plain
 from hdet.arguments import check_count
 from hdet.assignment import Design
-from hdet.controllers import Auto, Controller, Fixed, Limits, Observation, Report, Steering, plan
+from hdet.controllers import Auto, Controller, Fixed, Limits, Report, Steering, plan
 from hdet.gradient_guard import GradientGuard, finite
 from hdet.hooks import Hooks, innermost, unwrap
-from hdet.hyperparameters.hyperparameter import Hyperparameter, flatten, representative
+from hdet.hyperparameters.hyperparameter import Hyperparameter, flatten
 from hdet.hyperparameters.in_groups import InGroups, learning_rate
 from hdet.joining import joined
 from hdet.judge import AnyProbe, Judge, Judged
@@ -41,7 +41,8 @@ from hdet.probe.probe import Probe
 from hdet.quarantine import Census, Statistics, condition, ended, restore_state, take_census
 from hdet.range_test.find_lr import find_lr
 from hdet.range_test.found_rate import FoundRate
-from hdet.record import HyperparameterRecord, OnRound, RoundRecord
+from hdet.record import OnRound, RoundRecord
+from hdet.recording import Recorder
 from hdet.replicas import LostReplicaError, Replicas, collective_device
 from hdet.rollback.rollback import Keeper, Rollback, Verdict
 from hdet.rounds import Rounds
@@ -185,13 +186,13 @@ class Ensemble:
     def _attach(self, watched: nn.Module | None) -> None:
         """Hook into the optimizers, and into `watched`, whose state in mid-round is not the average."""
         self._opened, self._finishing = False, False  # whether this round's start has been noted
-        self._first: dict[str, list[float | Tensor]] = {}  # the bases of its first step, by name
         self._clock = time.perf_counter()
         self._unseen = 0
         self._in_consensus = self._saving = self.closed = False
         self._warned_state_dict = False
         self._values = Values(self._optimizers, self._hyperparameters, self._before_step)
         self._fan_out = self._values.fan_out
+        self._recorder = Recorder(self._hyperparameters, self._optimizers, self._values, self._rounds)
         self._guard = GradientGuard(self._optimizers if self._guarded else ())
         self._statistics = Statistics()
         self._keep_statistics()
@@ -529,7 +530,7 @@ class Ensemble:
         self.restore_bases()
         self._fan_out.count()
         self._opened = self._rounds.at.step_in_round > 0
-        self._first.clear()
+        self._recorder.forget()
         self._fan_out.ready = False
         if self._rounds.at.finished:
             self._switch.restore()
@@ -564,11 +565,7 @@ class Ensemble:
         self._opened = True
         if self._rounds.at.finished:
             return
-        # A scheduler overwrites a tensor learning rate in place: keep what this step uses, without reading it back.
-        self._first = {
-            h.name: [base.clone() if isinstance(base, Tensor) else base for base in h.bases()]
-            for h in self._hyperparameters
-        }
+        self._recorder.open()
         self._outer.begin(self._tensors.parameters())
         at = self._rounds.at
         whole = at.step > 0 and not at.step_in_round
@@ -744,28 +741,12 @@ class Ensemble:
 
     def _control(self, full: bool, judged: Judged, seconds: float) -> RoundRecord:
         at = self._rounds.at
-        seen = {h.name: self._observe(h) for h in self._hyperparameters}
+        seen = self._recorder.observe()
         trained, proposed = self.scales, self.scales
         if full and not self._rounds.over:  # after the last step there is nothing left to steer
             report = Report(at.step, judged.scores, seen, self.total_steps, judged.probe, judged.start)
             proposed = self._steering.update(report)
-        rows = {}
-        for h in self._hyperparameters:
-            coming, scale = list(h.bases()), trained[h.name]
-            used = self._values.used(h) or coming
-            base, multipliers = representative(used, coming)[0], seen[h.name].multipliers
-            rows[h.name] = HyperparameterRecord(
-                base,
-                h.center(base, scale),
-                tuple(h.value_of(base, scale, m) for m in multipliers),
-                self.scales[h.name],
-                proposed[h.name],
-                **self._steering.confidence(h.name, scale)._asdict(),
-                scale_before=scale,
-                places=h.places(self._optimizers),
-                first=tuple(h.center(float(b), scale) for b in self._first.get(h.name, ())),
-                last=tuple(h.center(float(b), scale) for b in used),
-            )
+        rows = self._recorder.rows(seen, trained, proposed, self._steering)
         return RoundRecord(
             at.round, at.step, full, judged.scores, rows, judged.probe, judged.start,
             time.perf_counter() - self._clock, seconds, self._judge.seconds, self._events(),
@@ -782,13 +763,6 @@ class Ensemble:
             return ()
         why = tuple(f"{name}: {text}" for name, text in self._plan.why.items())
         return why if self._found is None else (*why, f"found: {self._found}")
-
-    def _observe(self, h: Hyperparameter) -> Observation:
-        coming = list(h.bases())
-        base, next_base = representative(self._values.used(h) or coming, coming)
-        dealt = self._rounds.dealt[h.name]
-        limits = h.limits(next_base, len(dealt))
-        return Observation(h.steered(base), h.steered(next_base), h.floor, dealt, h.peak(), limits)
 
     def _agree(self, tensors: Sequence[Tensor], full: bool) -> tuple[Judged, Census]:
         """Check that all replicas are at the same place with the same tensors; return what they are judged by."""

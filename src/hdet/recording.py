@@ -1,0 +1,93 @@
+"""What a round's record says of the hyperparameters: noted at its first step, put together at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hdet.controllers import Observation, Steering
+from hdet.hyperparameters.hyperparameter import Hyperparameter, representative
+from hdet.record import HyperparameterRecord
+from hdet.rounds import Rounds
+from hdet.values import Values
+
+
+class Recorder:
+    """Sees the hyperparameters of one ensemble as controllers and records do.
+
+    Args:
+        hyperparameters: all of them, explored or not.
+        optimizers: whose groups they may live in.
+        values: what this replica trains with.
+        rounds: which slots were dealt.
+    """
+
+    def __init__(
+        self,
+        hyperparameters: Sequence[Hyperparameter],
+        optimizers: Sequence[Optimizer],
+        values: Values,
+        rounds: Rounds,
+    ) -> None:
+        self._hyperparameters, self._optimizers = hyperparameters, optimizers
+        self._values, self._rounds = values, rounds
+        self._first: dict[str, list[float | Tensor]] = {}  # the bases of the round's first step, by name
+
+    def open(self) -> None:
+        """Before the first step of a round."""
+        # A scheduler overwrites a tensor learning rate in place: keep what this step uses, without reading it back.
+        self._first = {
+            h.name: [base.clone() if isinstance(base, Tensor) else base for base in h.bases()]
+            for h in self._hyperparameters
+        }
+
+    def forget(self) -> None:
+        """After a resume: where the round began is not known."""
+        self._first.clear()
+
+    def observe(self) -> dict[str, Observation]:
+        """What a controller is told of each hyperparameter at the end of a round."""
+        return {h.name: self._observe(h) for h in self._hyperparameters}
+
+    def rows(
+        self,
+        seen: Mapping[str, Observation],
+        trained: Mapping[str, float],
+        proposed: Mapping[str, float],
+        steering: Steering,
+    ) -> dict[str, HyperparameterRecord]:
+        """The record's part about each hyperparameter.
+
+        Args:
+            seen: what `observe()` said before the controller moved.
+            trained: the scales of the round, by name.
+            proposed: those that the controller asks for.
+            steering: the controller, and the scales from now on.
+        """
+        rows = {}
+        for h in self._hyperparameters:
+            coming, scale = list(h.bases()), trained[h.name]
+            used = self._values.used(h) or coming
+            base = representative(used, coming)[0]
+            rows[h.name] = HyperparameterRecord(
+                base,
+                h.center(base, scale),
+                tuple(h.value_of(base, scale, m) for m in seen[h.name].multipliers),
+                steering.scales[h.name],
+                proposed[h.name],
+                **steering.confidence(h.name, scale)._asdict(),
+                scale_before=scale,
+                places=h.places(self._optimizers),
+                first=tuple(h.center(float(b), scale) for b in self._first.get(h.name, ())),
+                last=tuple(h.center(float(b), scale) for b in used),
+            )
+        return rows
+
+    def _observe(self, h: Hyperparameter) -> Observation:
+        coming = list(h.bases())
+        base, next_base = representative(self._values.used(h) or coming, coming)
+        dealt = self._rounds.dealt[h.name]
+        limits = h.limits(next_base, len(dealt))
+        return Observation(h.steered(base), h.steered(next_base), h.floor, dealt, h.peak(), limits)
