@@ -20,7 +20,7 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 pytest: $(BROWSER)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # What takes long, and trackers that take minutes to install.
 soak: $(BROWSER)

@@ -1,5 +1,6 @@
 """A checkpoint of N replicas goes on with M: the same consensus, new slots, new random numbers, and it says so."""
 
+import copy
 import math
 import re
 import warnings
@@ -13,6 +14,7 @@ from torch import nn
 
 import hdet
 from hdet.assignment import multipliers
+from hdet.checkpoint.mean import mean
 
 
 def save(path, steps, options):
@@ -128,3 +130,19 @@ def test_the_drop_in_scheduler_goes_on_too(tmp_path):
     assert sorted(ratio for _, ratio, _ in results) == pytest.approx([0.7, 1.3])
     first, *others = run(drop_in, 3, str(tmp_path), 20)
     assert all(weights == first[2] for _, _, weights in others)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_replica_without_optimizer_state_does_not_count_in_its_mean(order):
+    """With a guard or a GradScaler a replica may have skipped all its steps so far."""
+    moments = {0: {"step": torch.tensor(3.0), "exp_avg": torch.tensor([2.0, 4.0])}}
+    states = [
+        {"model": {"kind": "module", "state": {"w": torch.tensor([1.0])}},
+         "optimizer": {"kind": "optimizer", "state": {"state": moments, "param_groups": []}}},
+        {"model": {"kind": "module", "state": {"w": torch.tensor([3.0])}},
+         "optimizer": {"kind": "optimizer", "state": {"state": {}, "param_groups": []}}},
+    ]  # fmt: skip
+    found = mean([copy.deepcopy(states[k]) for k in order])
+    assert found["model"]["state"]["w"].tolist() == [2.0]
+    assert found["optimizer"]["state"]["state"][0]["exp_avg"].tolist() == [2.0, 4.0]
+    assert float(found["optimizer"]["state"]["state"][0]["step"]) == 3.0

@@ -624,7 +624,7 @@ def test_the_base_of_a_joint_learning_rate_is_that_of_one_group():
         ensemble = hdet.Ensemble(o, interval=4)
         o.step()
         o.param_groups[0]["lr"], o.param_groups[1]["lr"] = 5.0, 0.09
-        seen = ensemble._observe(ensemble._hyperparameters[0])
+        seen = ensemble._recorder.observe()["learning_rate"]
         assert (seen.base, seen.next_base) == (0.1, 0.09)
 
 

@@ -1,5 +1,6 @@
 """The five sentences about a run, on rounds whose answers are known."""
 
+from hdet.report.columns import columns
 from hdet.report.run import Status
 from hdet.report.summary import summary
 
@@ -55,3 +56,13 @@ def test_who_should_look():
     back = [*ANNEALED[:3], line(20, 1.0, 1.0, [1.0, 1.1], events=["rolled back at step 20 to the weights of step 10"])]
     assert "1 alarm in the events below" in told(back)["Health"]["text"]
     assert told([], "waiting", "nothing was written yet")["Health"]["tone"] == "good"
+
+
+def test_a_run_that_went_on_with_fewer_replicas_shows_all_of_them():
+    fewer = line(20, 1.0, 4.0, [1.0], scores=[9.0])
+    fewer["hyperparameters"]["learning_rate"]["values"] = [2.0]
+    told = columns([*ANNEALED[:3], fewer])
+    values = told["hyperparameters"]["learning_rate"]["values"]
+    assert len(values) == len(told["probe"]) == 2
+    assert values[1][-1] is None
+    assert values[1][0] is not None

@@ -269,6 +269,7 @@ class Ensemble:
         loss = self.check_loss(loss)
         if loss is not None:
             self._judge.score.add(loss)
+        self._guard.count()
         if self._fan_out.steps == 0 and not attempted:
             self._note_unseen()
         elif self._count():
@@ -672,7 +673,10 @@ class Ensemble:
         if not census.all_well:
             restore_state(census, self._tensors.state(), self.replicas)
         self._rounds.at.equal = True
-        if not judged.given or any(map(math.isfinite, judged.scores)):
+        stuck = census.stuck(self._rounds.at.step_in_round)
+        if stuck:
+            self._despair(stuck)
+        elif not judged.given or any(map(math.isfinite, judged.scores)):
             self._hopeless = 0
         elif self._keeper is None:
             self._despair(f"the loss of every replica is {judged.scores[0]}", self._tensors.weights())

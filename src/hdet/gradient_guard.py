@@ -37,7 +37,9 @@ class GradientGuard:
         self.skipped: Tensor | int = 0
         self._streak: Tensor | int = 0
         self._checks = 0
+        self._bad: Tensor | int | None = None  # whether the step under way, of one optimizer or several, is skipped
         self._within: dict[int, Tensor | None] = {}  # the optimizers that are stepping, and their own `found_inf`
+        self._optimizers = tuple(optimizers)
         self._hooks = Hooks(self)
         for optimizer in optimizers:
             self._hooks.around_step(optimizer, self._before_step, self._after_step)
@@ -45,6 +47,17 @@ class GradientGuard:
     def reset(self) -> None:
         """Count from 0 again."""
         self.skipped = self._streak = 0
+        self._bad = None
+
+    def count(self) -> None:
+        """After a step: count it once, however many optimizers took part, and forget steps that have raised."""
+        for optimizer in [o for o in self._optimizers if id(o) in self._within]:
+            self._leave(optimizer)
+        if self._bad is not None:
+            self._checks += 1
+            self.skipped = self.skipped + self._bad
+            self._streak = (self._streak + self._bad) * self._bad
+            self._bad = None
 
     @property
     def stuck(self) -> bool:
@@ -77,11 +90,14 @@ class GradientGuard:
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if id(optimizer) in self._within:
-            before = self._within.pop(id(optimizer))
-            if before is not None:
-                optimizer.found_inf = before  # type: ignore[attr-defined]
-            elif hasattr(optimizer, "found_inf"):
-                del optimizer.found_inf
+            self._leave(optimizer)
+
+    def _leave(self, optimizer: Optimizer) -> None:
+        before = self._within.pop(id(optimizer))
+        if before is not None:
+            optimizer.found_inf = before  # type: ignore[attr-defined]
+        elif hasattr(optimizer, "found_inf"):
+            del optimizer.found_inf
 
     @torch.no_grad()
     def _check(self, optimizer: Optimizer) -> None:
@@ -91,19 +107,26 @@ class GradientGuard:
         bad = not_finite([p.grad for p in parameters if p.grad is not None])
         if bad is None:
             return
-        self._checks += 1
         if getattr(optimizer, "_step_supports_amp_scaling", False):  # torch's fused ones say so to GradScaler
             before = getattr(optimizer, "found_inf", None)  # GradScaler's
             self._within[id(optimizer)] = before
             optimizer.found_inf = bad if before is None else torch.maximum(bad, before)  # type: ignore[attr-defined]
-            self.skipped = self.skipped + bad
-            self._streak = (self._streak + bad) * bad
-        elif not bool(bad):
-            self._streak = 0
-        else:
-            self.skipped, self._streak = self.skipped + 1, self._streak + 1
+            self._note(bad)
+        elif bool(bad):
+            self._note(1)
             for p in parameters:
                 p.grad = None
+        else:
+            self._note(0)
+
+    def _note(self, bad: Tensor | int) -> None:
+        if isinstance(bad, Tensor) and isinstance(self._bad, Tensor):
+            self._bad = torch.maximum(bad, self._bad.to(bad.device))
+        elif isinstance(self._bad, Tensor):
+            self._bad = self._bad.clamp(min=float(bad))
+        else:
+            known = self._bad or 0
+            self._bad = bad.clamp(min=float(known)) if isinstance(bad, Tensor) else max(bad, known)
 
 
 def not_finite(gradients: Sequence[Tensor]) -> Tensor | None:

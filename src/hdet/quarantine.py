@@ -108,6 +108,13 @@ class Census:
         """Those that are averaged; None for all."""
         return self.healthy or None if not self.all_well else None
 
+    def stuck(self, steps: int) -> str:
+        """Why none of the round's steps was taken by anybody; empty if one was."""
+        if not steps or not self.skipped or min(self.skipped) < steps:
+            return ""
+        because = f"; {who(self.sick)} had a loss or weights that are not finite" if self.sick else ""
+        return f"all {steps} steps of the round were skipped, as their gradient was not finite{because}"
+
     def view(self, judged: Judged) -> Judged:
         """What the controller is shown: no score of those that do not count."""
         if self.all_well:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,26 +15,33 @@ _COUNTER = "step"  # of an optimizer: never averaged
 def mean(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The mean of what replicas differ in: floating-point tensors, those of modules and those of optimizers.
 
-    The rest is the first replica's. Read one after another: memory for two of them in double precision.
+    The rest is the first replica's. An optimizer that has skipped all its steps holds no state yet: the mean is that of
+    those who do. Read one after another: memory for two of them in double precision.
     """
     total: dict[str, Any] = {}
     sums: dict[tuple[Any, ...], Tensor] = {}
-    count = 0
+    counts: Counter[tuple[Any, ...]] = Counter()
     for state in states:
-        count += 1
         total = total or {name: dict(entry) for name, entry in state.items()}
+        _add_missing(total, state)
         for place, tensor in _places(state):
             wide = tensor.to(torch.promote_types(tensor.dtype, torch.float64))
-            if count == 1:
-                sums[place] = wide.clone()
-            else:
-                sums[place] += wide
+            sums[place] = sums[place] + wide if place in sums else wide.clone()
+            counts[place] += 1
     for place, tensor in list(_places(total)):
         holder = total
         for key in place[:-1]:
             holder = holder[key]
-        holder[place[-1]] = (sums[place] / count).to(tensor.dtype)
+        holder[place[-1]] = (sums[place] / counts[place]).to(tensor.dtype)
     return total
+
+
+def _add_missing(total: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Take over the optimizer state of parameters for which the replicas before had none."""
+    for name, entry in state.items():
+        if entry["kind"] == "optimizer":
+            for number, of_one in entry["state"]["state"].items():
+                total[name]["state"]["state"].setdefault(number, dict(of_one))
 
 
 def _places(state: Mapping[str, Any]) -> Iterable[tuple[tuple[Any, ...], Tensor]]:

@@ -81,9 +81,9 @@ def sweep(result: dict[str, Any], picture: Path) -> Path:
 def _draw_fan(above: Any, below: Any, rounds: list[dict[str, Any]], name: str) -> None:
     steps = [record["step"] for record in rounds]
     rows = [record["hyperparameters"][name] for record in rounds]
-    for replica in range(len(rows[0]["values"])):
-        values = [row["values"][replica] for row in rows]
-        relative = [row["values"][replica] / row["base"] if row["base"] else math.nan for row in rows]
+    for replica in range(max(len(row["values"]) for row in rows)):  # a resumed run may have had another number of them
+        values = [row["values"][replica] if replica < len(row["values"]) else math.nan for row in rows]
+        relative = [x / row["base"] if row["base"] else math.nan for x, row in zip(values, rows, strict=True)]
         above.plot(steps, values, ".", markersize=4, label=f"replica {replica}" if replica < 8 else None)
         below.plot(steps, relative, ".", markersize=4)
     above.plot(steps, [row["base"] for row in rows], "k--", linewidth=1, label="plain schedule")

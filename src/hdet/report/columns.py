@@ -124,7 +124,8 @@ def _mean(scores: Sequence[float | None]) -> float | None:
 
 
 def _replicas(lines: Sequence[Mapping[str, Any]]) -> int:
-    return max((len(line["scores"]) for line in lines[-1:]), default=0)
+    """The most that there were: a resumed run may have had another number of them."""
+    return max((len(line["scores"]) for line in lines), default=0)
 
 
 def _short(x: Any) -> float | None:

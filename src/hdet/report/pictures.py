@@ -27,9 +27,11 @@ def draw(run: Run, folder: Path, chosen: int | None = None) -> list[Path]:
     plt = _matplotlib()
     told = columns(run.lines)
     names = list(told["hyperparameters"])
-    drawn = {
-        "fan": _figure(plt, names, lambda axis, name: _fan(axis, told, name, run)),
-        "factor": _figure(plt, names, lambda axis, name: _factor(axis, told, name)),
+    drawn = {}
+    if names:  # a plain run has losses only
+        drawn["fan"] = _figure(plt, names, lambda axis, name: _fan(axis, told, name, run))
+        drawn["factor"] = _figure(plt, names, lambda axis, name: _factor(axis, told, name))
+    drawn |= {
         "losses": _figure(plt, [""], lambda axis, _: _losses(axis, told, run)),
         "cost": _figure(plt, [""], lambda axis, _: _cost(axis, told)),
     }
