@@ -132,6 +132,12 @@ def best_rate(about: dict, seeds: list[int], workers: int) -> tuple[float, float
     return rate, statistics.fmean(losses[rate])
 
 
+def on_grid(row: dict) -> bool:
+    """Whether its rate is one of the sweep's, and not a start."""
+    exponent = math.log2(row["peak_lr"] / FIRST[row["task"], row["optimizer"]])
+    return abs(exponent - round(exponent)) < 1e-3
+
+
 def table() -> None:
     """Regret in % by task, method and start: the mean, the worst seed, and how many seeds there were."""
     rows = list(known().values())
@@ -139,7 +145,7 @@ def table() -> None:
         mine = [row for row in rows if (row["task"], row["size"], row["optimizer"]) == about]
         by_rate: dict[float, list[dict]] = {}
         for row in mine:
-            if row["method"] == "plain":
+            if row["method"] == "plain" and on_grid(row):
                 by_rate.setdefault(row["peak_lr"], []).append(row)
         most = max(map(len, by_rate.values()), default=0)
         trusted = {rate: [loss(row) for row in part] for rate, part in by_rate.items() if len(part) == most}

@@ -182,3 +182,20 @@ def test_metrics_are_flat_finite_numbers():
     assert flat["overhead"] == 0.25
     many = hdet.metrics(make_record(replicas=1000))
     assert len(many) < 40
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"full": None}, {"hyperparameters": {"lr": 5}}, {"version": "x"}, {"events": 5}, {"written_by": 5},
+        {"hyperparameters": {"lr": {"values": [1.0], "base": "a", "center": 1, "scale": 1, "proposed_scale": 1}}},
+        {"hyperparameters": {"lr": {"values": [1.0], "base": 1, "center": 1, "scale": 1, "proposed_scale": 1,
+                                    "memory": [1]}}},
+        {"hyperparameters": {"lr": {"values": [1.0], "base": 1, "center": 1, "scale": 1}}},
+    ],
+)  # fmt: skip
+def test_a_damaged_record_is_said_to_be_one(tmp_path, change):
+    line = json.loads(to_line(make_record(), 0.0))
+    (tmp_path / "rounds.jsonl").write_text(json.dumps({**line, **change}) + "\n")
+    with pytest.raises(ValueError, match=r"rounds\.jsonl"):
+        hdet.read_records(tmp_path / "rounds.jsonl")

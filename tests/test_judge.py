@@ -207,6 +207,13 @@ def found_before_the_run():
     train(model, o, ensemble, 25)
     with ensemble.consensus():
         assert loss_fn(model, (X, Y)).item() < 0.5
+    with pytest.raises(ValueError, match=r"prepare\(\) comes before the first step, got 25 steps"):
+        ensemble.prepare(step)
+    _, _, again, _ = make(controller=hdet.Auto(), total_steps=5000, interval="auto")
+    again.load_state_dict(ensemble.state_dict())
+    assert again.prepare(step) is None  # what was found is in the state
+    assert again.scales == ensemble.scales
+    again.close()
     ensemble.close()
     return found.rate
 

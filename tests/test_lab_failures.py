@@ -146,6 +146,12 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capfd):
         ),
         (["train", "digits", "--explore", "momentum=0.2,momentum=0.3"], 2, "--explore must name momentum once"),
         (["train", "digits", "--explore", "momentum=0.2", "--per-group"], 2, "--per-group has no effect"),
+        (["sweep", "digits", "--checkpoint-every", "5"], 2, "--checkpoint-every is for `hdet train`"),
+        (
+            ["resume", "no-such-run"],
+            1,
+            "no-such-run is not a run that saves checkpoints; train with --checkpoint-every",
+        ),
         (["returns", "digits", "--sizes", "2,2"], 2, "--sizes must be different numbers of replicas, such as 2,4; got"),
         (
             ["returns", "digits", "--sizes", "2,x"],

@@ -196,7 +196,7 @@ class Ensemble:
         self._guard = GradientGuard(self._optimizers if self._guarded else ())
         self._statistics = Statistics()
         self._keep_statistics()
-        self._ended = self._joining = False
+        self._ended = self._joining = self._resumed = False
         self._stepped_at = 0.0
         self._hopeless = 0  # rounds in a row without anything finite
         self._hooks = Hooks(self)
@@ -296,12 +296,16 @@ class Ensemble:
         schedule of every explored learning rate; weights, optimizers and random numbers are as before. Collective.
 
         Returns:
-            What was found; None if the controller wants nothing of the kind.
+            What was found; None if the controller wants nothing of the kind, or if the run goes on from a saved state.
         """
-        if not self._plan.finds:
+        if not self._plan.finds or self._resumed:
             return None
-        if self._model is None or not isinstance(self._probe, Probe) or self._rounds.at.step > 0:
-            raise ValueError("prepare() needs model= and an hdet.Probe as probe=, and comes before the first step")
+        if self._model is None or not isinstance(self._probe, Probe):
+            raise ValueError(
+                "prepare() needs the model and what to score it on: write model=model, probe=hdet.Probe(...)"
+            )
+        if self._rounds.at.step > 0:
+            raise ValueError(f"prepare() comes before the first step, got {self._rounds.at.step} steps")
         checks.check_all_rates(self._hyperparameters, self._optimizers)
         with self._switch.sharing(self.replicas.size):
             found = find_lr(
@@ -494,6 +498,7 @@ class Ensemble:
         if self._keeper is not None:
             self._keeper.state = dict(state_dict.get("alarm", self._keeper.state))
         self._resume()
+        self._resumed = self._rounds.at.step > 0
 
     @contextmanager
     def saving(self) -> Iterator[None]:

@@ -21,6 +21,9 @@ VERSION = 1
 """Of the schema. A new key is no new version: readers leave out what they do not know."""
 
 _REQUIRED = {"round": int, "step": int, "scores": list, "hyperparameters": dict}
+_KINDS = {"events": list, "written_by": str}
+_IN_ROW = ("base", "center", "scale", "proposed_scale")
+_NUMBER = (int, float, type(None))
 _ROUND = {field.name: field for field in dataclasses.fields(RoundRecord)}
 _ROW = {field.name: field for field in dataclasses.fields(HyperparameterRecord)}
 
@@ -154,9 +157,28 @@ def _parsed(text: bytes, path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} must hold one JSON object per line, got {text[:80]!r}") from error
     if not isinstance(line, dict) or not all(isinstance(line.get(key), kind) for key, kind in _REQUIRED.items()):
         raise ValueError(f"{path} must hold records as hdet.JSONLines writes them, got {text[:80]!r}")
-    if line.get("version", VERSION) > VERSION:
-        raise ValueError(f"{path} has version {line['version']} of the records, this hdet reads up to {VERSION}")
+    version = line.get("version", VERSION)
+    if not isinstance(version, int) or version > VERSION:
+        raise ValueError(f"{path} has version {version} of the records, this hdet reads up to {VERSION}")
+    if not _is_whole(line):
+        raise ValueError(f"{path} holds a damaged record of round {line['round']}: {text[:80]!r}")
     return line
+
+
+def _is_whole(line: Mapping[str, Any]) -> bool:
+    """Whether what is in it is of the right kind, as far as readers count on it."""
+    kinds = all(isinstance(line.get(key, kind()), kind) for key, kind in _KINDS.items())
+    return (
+        kinds
+        and isinstance(line.get("full"), bool)
+        and all(
+            isinstance(row, dict)
+            and isinstance(row.get("values"), list)
+            and isinstance(row.get("memory", {}), dict)
+            and all(isinstance(row.get(key, ""), _NUMBER) for key in _IN_ROW)
+            for row in line["hyperparameters"].values()
+        )
+    )
 
 
 def _open(path: Path) -> BinaryIO:

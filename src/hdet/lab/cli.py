@@ -64,6 +64,10 @@ def worker_job(argv: Sequence[str] | None, replicas: int) -> Job:
     options = _options(arguments)
     if options.replicas != replicas:
         raise OptionError(f"torchrun has started {replicas} replicas, not {options.replicas}; leave out --replicas")
+    if (
+        options.checkpoint_every and arguments.folder is None
+    ):  # each process would choose another one, after a restart too
+        raise OptionError("--checkpoint-every needs --folder under torchrun, for example --folder runs/first")
     folder = arguments.folder or default_folder(options.task)
     restarted = options.checkpoint_every and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if os.environ.get("RANK", "0") == "0" and not restarted:
@@ -204,8 +208,10 @@ def _resume(arguments: argparse.Namespace) -> str:
 
     folder: Path = arguments.folder
     about = read(folder / "options.json")
-    if about is None or not (folder / "checkpoints").is_dir():
-        raise FolderError(f"{folder} has no checkpoints to go on from; train with --checkpoint-every, for example 100")
+    if about is None or not about["options"].get("checkpoint_every"):
+        raise FolderError(
+            f"{folder} is not a run that saves checkpoints; train with --checkpoint-every, for example 100"
+        )
     options = RunOptions.from_json(about["options"])
     if arguments.replicas is not None:
         options = options.replace(replicas=arguments.replicas)
@@ -230,10 +236,20 @@ def _find_lr(arguments: argparse.Namespace) -> str:
     return f"\n{finder.show(read(folder / 'find_lr.json'), folder)}\nEverything is in {folder}"
 
 
+def _several(arguments: argparse.Namespace) -> tuple[RunOptions, list[int]]:
+    """The options of many runs, and their seeds."""
+    options = _options(arguments)
+    if options.checkpoint_every:
+        raise OptionError(
+            "--checkpoint-every is for `hdet train`; called again, this goes on with the runs that are missing"
+        )
+    return options, _seeds(arguments)
+
+
 def _sweep(arguments: argparse.Namespace) -> str:
     from hdet.lab import pictures, sweep  # noqa: PLC0415
 
-    options, seeds = _options(arguments), _seeds(arguments)
+    options, seeds = _several(arguments)
     _prepare(arguments)
     folder = arguments.folder or default_folder(f"sweep-{options.task}")
     result = sweep.sweep(
@@ -250,7 +266,7 @@ def _sweep(arguments: argparse.Namespace) -> str:
 def _returns(arguments: argparse.Namespace) -> str:
     from hdet.lab import returns  # noqa: PLC0415
 
-    options, seeds = _options(arguments), _seeds(arguments)
+    options, seeds = _several(arguments)
     _prepare(arguments)
     folder = arguments.folder or default_folder(f"returns-{options.task}")
     most = 2 * (os.cpu_count() or 1)
