@@ -63,6 +63,17 @@ class Loop:
         return torch.cat([p.detach().flatten() for p in self.model.parameters()])
 
 
+def tell_who_is_lost(folder, loop):
+    """The step that ends the round: what it raises, when, and whether the weights are those that were trained."""
+    before, began = [], time.monotonic()
+    loop.optimizer.register_step_post_hook(lambda *_: before.append(loop.weights()))
+    try:
+        loop.step(5)
+    except hdet.LostReplicaError as error:
+        same = torch.equal(before[-1], loop.weights())
+        tell(folder, said=str(error), ranks=error.ranks, seconds=time.monotonic() - began, same=same)
+
+
 def before_the_gather(folder, how):
     """Replica 1 takes its last step of the second round and never comes to its end."""
     loop = Loop(gradients="local")
@@ -73,13 +84,7 @@ def before_the_gather(folder, how):
         if how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(TIMEOUT + 3)
-    before, began = [], time.monotonic()
-    loop.optimizer.register_step_post_hook(lambda *_: before.append(loop.weights()))
-    try:
-        loop.step(5)
-    except hdet.LostReplicaError as error:
-        same = torch.equal(before[-1], loop.weights())
-        tell(folder, said=str(error), ranks=error.ranks, seconds=time.monotonic() - began, same=same)
+    tell_who_is_lost(folder, loop)
 
 
 @pytest.mark.parametrize("how", ["dies", "stalls"])
@@ -117,13 +122,7 @@ def within_the_averaging(folder, atomic):
 
     converge._average = in_small_buckets
     loop.ensemble.replicas.start_mean = dying
-    before, began = [], time.monotonic()
-    loop.optimizer.register_step_post_hook(lambda *_: before.append(loop.weights()))
-    try:
-        loop.step(5)
-    except hdet.LostReplicaError as error:
-        same = torch.equal(before[-1], loop.weights())
-        tell(folder, said=str(error), ranks=error.ranks, seconds=time.monotonic() - began, same=same)
+    tell_who_is_lost(folder, loop)
 
 
 @pytest.mark.parametrize("atomic", [False, True])

@@ -120,13 +120,10 @@ class GradientGuard:
             self._note(0)
 
     def _note(self, bad: Tensor | int) -> None:
+        """One optimizer's verdict, 0 or 1; a step is skipped if any of them says so."""
         if isinstance(bad, Tensor) and isinstance(self._bad, Tensor):
-            self._bad = torch.maximum(bad, self._bad.to(bad.device))
-        elif isinstance(self._bad, Tensor):
-            self._bad = self._bad.clamp(min=float(bad))
-        else:
-            known = self._bad or 0
-            self._bad = bad.clamp(min=float(known)) if isinstance(bad, Tensor) else max(bad, known)
+            bad = bad.to(self._bad.device)
+        self._bad = bad if self._bad is None else self._bad + bad - self._bad * bad
 
 
 def not_finite(gradients: Sequence[Tensor]) -> Tensor | None:
