@@ -114,7 +114,9 @@ def keys_of_a_group():
 def _keys_of_a_group():
     store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
     before = store.num_keys()
-    dist.destroy_process_group(dist.new_group())
+    group = dist.new_group()
+    dist.barrier()  # a group that is destroyed while another rank still connects to it breaks that rank
+    dist.destroy_process_group(group)
     dist.barrier()
     return store.num_keys() - before
 

@@ -15,7 +15,7 @@ _CAP = 1.5
 _COARSE = math.log(1e6) / 79  # what the logarithm of the rate grows by in a step of the coarse ramp
 _FALLEN = 0.99
 _OUTER_STEPS = (0.5, 1.0)
-_FACTORS = (1.5, 0.7)
+_FACTORS = (1.0, 0.5)
 
 
 class Coarse:
@@ -110,10 +110,10 @@ def is_dead(values: Sequence[float], first: float) -> bool:
 
 
 def default_factor(outer_step: float) -> float:
-    """What sqrt(lo hi) is multiplied by: 0.7, 1.5 with an outer step of 1/2 or less, geometric between.
+    """What sqrt(lo hi) is multiplied by: 0.5, 1.0 with an outer step of 1/2 or less, geometric between.
 
     >>> default_factor(1.0), default_factor(0.5), round(default_factor(0.75), 3)
-    (0.7, 1.5, 1.025)
+    (0.5, 1.0, 0.707)
     """
     (low, high), (widest, plain) = _OUTER_STEPS, _FACTORS
     part = (max(outer_step, low) - low) / (high - low)

@@ -64,7 +64,7 @@ def find_lr(
             steps here.
         probe: what the weights are scored on; about four global batches. An iterable as its data moves on by one probe.
         outer_step: that of the training to come; a half allows higher rates.
-        factor: on sqrt(lo hi); by default 0.7, and 1.5 with an outer step of 1/2.
+        factor: on sqrt(lo hi); by default 0.5, and 1.0 with an outer step of 1/2.
         also: further objects with `state_dict()` and `load_state_dict()` that steps change, such as samplers.
         process_group: the replicas; by default all ranks.
 
@@ -168,7 +168,7 @@ def _check_factor(outer_step: float, factor: float | None) -> float:
     check_number("outer_step", outer_step, Rule(lambda x: 0 < x <= 1, "lie in (0, 1]", "outer_step=0.5"))
     if factor is None:
         return default_factor(outer_step)
-    check_number("factor", factor, Rule(lambda x: 0 < x < math.inf, "be positive and finite", "factor=0.7"))
+    check_number("factor", factor, Rule(lambda x: 0 < x < math.inf, "be positive and finite", "factor=0.5"))
     return float(factor)
 
 
