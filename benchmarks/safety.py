@@ -28,7 +28,7 @@ from torch import nn
 
 import hdet
 from hdet.converge import average, whole_state
-from hdet.gradient_guard import GradientGuard, finite
+from hdet.guard.gradients import GradientGuard, finite
 from hdet.replicas import Replicas
 from hdet.rollback.snapshot import Snapshot
 

@@ -399,7 +399,7 @@ def disagreeing(kind):
     elif rank == 1 and kind == "tensors":
         o.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     elif rank == 1 and kind == "options":
-        ensemble.seed = 1
+        object.__setattr__(ensemble._settings, "seed", 1)  # what is given is frozen
     elif rank == 1 and kind == "base":
         o.param_groups[0]["lr"] = 0.2
     for p in net.parameters():

@@ -13,8 +13,8 @@ from torch import nn, optim
 import hdet
 from hdet.controllers.report import Observation, Report
 from hdet.controllers.steering import Steering
+from hdet.guard.quarantine import NUMBERS, Census, take_census
 from hdet.judge import Judged
-from hdet.quarantine import NUMBERS, Census, take_census
 
 REPLICAS, STEPS, INTERVAL = 8, 120, 10
 KINDS = {"loss": 1.02, "weights": 1.03, "moments": 1.03}
@@ -103,7 +103,7 @@ def test_without_the_guard_the_run_is_lost_and_the_error_says_what_to_do():
 def test_it_is_said_who_was_left_out():
     _, events = in_one_process("weights", 35, 2)
     assert "guard: replica 2 was not finite at step 38 and got the average of the others" in events
-    assert "guard: 3 steps were skipped on all replicas, as their gradient was not finite" in events
+    assert "guard: skipped 3 steps on all replicas, as the gradient was not finite" in events
 
 
 def on_processes():
@@ -133,7 +133,7 @@ def test_local_gradients_on_real_processes():
     first, second, third = run(on_processes, 3)
     assert first == second == third
     assert first[0] == [
-        "guard: 2 steps were skipped on replica 1, as their gradient was not finite",
+        "guard: skipped 2 steps on replica 1, as the gradient was not finite",
         "guard: replica 1 was not finite at step 10 and got the average of the others",
     ]
     assert all(math.isfinite(x) for row in (*first[1], *first[2]) for x in row)

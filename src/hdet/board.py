@@ -126,3 +126,12 @@ def who(ranks: Sequence[int]) -> str:
     shown = [str(rank) for rank in (ranks if len(ranks) <= 8 else ranks[:7])]
     last = shown.pop() if len(ranks) <= 8 else f"{len(ranks) - 7} more"
     return f"replicas {', '.join(shown)} and {last}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things in words.
+
+    >>> counted(1, "step"), counted(3, "step")
+    ('1 step', '3 steps')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -44,9 +44,14 @@ def check_interval(
         warnings.warn(
             f"interval {interval} is longer than the run of {total_steps} steps: the replicas are averaged once, "
             "at the end, and no controller acts; use a shorter interval",
-            stacklevel=4,
+            stacklevel=5,
         )
     return interval
+
+
+def check_start_step(start_step: int) -> None:
+    """Raise unless it is a number of steps."""
+    check_count("start_step", start_step, least=0)
 
 
 def check_design(design: Design) -> Design:
@@ -217,7 +222,7 @@ def check_probe(
         warnings.warn(
             f"{blind[0]} is a regulariser: judged on training data it runs to no regularisation at all; judge it with "
             "probe=hdet.Probe(held_out_dataset, loss_fn, held_out=True)",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

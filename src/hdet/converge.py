@@ -101,6 +101,26 @@ def whole_state(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     ]
 
 
+@torch.no_grad()
+def create_state(optimizer: Optimizer) -> None:
+    """Make the state that the first step makes: a step with zero gradients and rates, which changes no parameter."""
+    groups = optimizer.param_groups
+    trained = [p for group in groups for p in group["params"] if p.requires_grad]
+    own, rates = [p.grad for p in trained], [group.get("lr") for group in groups]
+    try:
+        for group in groups:
+            group["lr"] = torch.zeros_like(lr) if isinstance(lr := group.get("lr"), Tensor) else 0.0
+        for p in trained:
+            p.grad = torch.zeros_like(p)
+        step = type(optimizer).step
+        getattr(step, "__wrapped__", step)(optimizer)  # without the hooks: it is no step of the run
+    finally:
+        for group, lr in zip(groups, rates, strict=True):
+            group["lr"] = lr
+        for p, grad in zip(trained, own, strict=True):
+            p.grad = grad
+
+
 def state_can_differ(optimizer: Optimizer, explored: set[str]) -> bool:
     """Whether replicas with shared gradients can come to hold different optimizer state."""
     safe = {"lr", "weight_decay"} if type(optimizer) in _DECOUPLED_DECAY else {"lr"}

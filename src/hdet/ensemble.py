@@ -17,42 +17,40 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet import checks, guard, no_effect
+from hdet import checks, no_effect
 from hdet import converge as averaging
 from hdet.agreement.agreement import agreed, claim, settle
-from hdet.agreement.fingerprint import Claims, fingerprint, plain
-from hdet.arguments import check_count
+from hdet.agreement.fingerprint import Claims
+from hdet.agreement.round_end import check_same_replica
 from hdet.assignment import Design
-from hdet.controllers import Auto, Controller, Fixed, Limits, Report, Steering, plan
-from hdet.gradient_guard import GradientGuard, finite
-from hdet.hooks import Hooks, innermost, unwrap
-from hdet.hyperparameters.hyperparameter import Hyperparameter, flatten
-from hdet.hyperparameters.in_groups import InGroups, learning_rate
-from hdet.joining import joined
+from hdet.controllers import Controller, Limits, Report, Steering
+from hdet.guard.health import Health
+from hdet.hooks import Hooks, innermost
+from hdet.hyperparameters.hyperparameter import Hyperparameter
+from hdet.joining import Joining, joined
 from hdet.judge import AnyProbe, Judge, Judged
 from hdet.local_gradients import Gradients, LocalGradients
+from hdet.meeting import Meeting
 from hdet.outer_step import OuterStep
 from hdet.probe.probe import Probe
-from hdet.quarantine import Census, Statistics, condition, ended, restore_state, take_census
 from hdet.range_test.find_lr import find_lr
 from hdet.range_test.found_rate import FoundRate
 from hdet.record import OnRound, RoundRecord
 from hdet.recording import Recorder
-from hdet.replicas import LostReplicaError, Replicas, collective_device
-from hdet.rollback.rollback import Keeper, Rollback, Verdict
+from hdet.replicas import Replicas
+from hdet.rollback.recovery import Recovery
+from hdet.rollback.rollback import Rollback, Verdict
 from hdet.rounds import Rounds
 from hdet.score import Loss, as_loss
+from hdet.settings import read_settings
 from hdet.tensors import Tensors
 from hdet.values import Values
 
 _MOST_UNSEEN = 100
-_MOST_HOPELESS = 3
-_ENDED = "the end of its data"
 _VERSION = 2
 
 
@@ -97,7 +95,6 @@ class Ensemble:
 
     Attributes:
         closed: whether `close()` was called: steps are plain from then on.
-        last_checkpoint: where the run can be resumed from, for errors that end it; `hdet.save` and `load` set it.
 
     Raises:
         TypeError, ValueError: for an argument that cannot work, with what to write instead.
@@ -136,118 +133,60 @@ class Ensemble:
         start_step: int = 0,
         on_round: Sequence[OnRound] = (),
     ) -> None:
-        self._optimizers = tuple(unwrap(o) for o in (optimizer if isinstance(optimizer, Sequence) else (optimizer,)))
-        self._hyperparameters = flatten(
-            [learning_rate(self._optimizers)] if hyperparameters is None else hyperparameters
-        )
-        checks.check_hyperparameters(self._hyperparameters, self._optimizers)
-        asked_for = [h.name for h in self._hyperparameters]
-        if rollback is not None and not any(isinstance(h, InGroups) and h.key == "lr" for h in self._hyperparameters):
-            self._hyperparameters.append(learning_rate(self._optimizers, spread=0.0))  # to be cut
-        self._explored = [h for h in self._hyperparameters if h.diverges]
-        self._local = gradients == "local"
-        if controller is None:
-            controller = Fixed() if probe is None else Auto()
-        self._check(controller, probe, gradients, model, act, guard)
-        checks.check_followers(also, on_round)
-        check_count("start_step", start_step, least=0)
-        names = [h.name for h in self._hyperparameters]
-        self._plan = plan(controller, asked_for, total_steps)
-        self.total_steps = total_steps
-        explores = bool(self._explored) or self._local
-        self.interval = checks.check_interval(interval, total_steps, explores, self._plan.interval)
-        self.design = checks.check_design(design or self._plan.design)
-        self.seed = seed
-        self._model = model
-        self._tensors = Tensors(self._optimizers, model, tuple(also), self._hyperparameters, self._local)
-        self._on_round = tuple(on_round)
-
-        self._steering = Steering(controller, names, act, checks.check_limits(limits))
-        no_effect.warn_without_effect(controller, act, bool(self._explored), self.interval, total_steps)
-        no_effect.warn_of_probe(controller, probe, self._plan, self._local)
-        self._rounds = Rounds(
-            self._hyperparameters, self.interval, total_steps, seed, process_group,
-            design=self.design, until=self._plan.until, local=self._local,
+        self._settings = read_settings(
+            optimizer, hyperparameters, total_steps=total_steps, interval=interval, controller=controller, probe=probe,
+            gradients=gradients, outer_step=outer_step, design=design, rollback=rollback, guard=guard, limits=limits,
+            atomic=atomic, act=act, model=model, seed=seed,
         )  # fmt: skip
-        self._rounds.start_from(start_step)
-        self._keeper = None if rollback is None else Keeper(checks.check_rollback(rollback))
-        self._guarded, self._atomic = bool(guard), bool(atomic)
-        self.last_checkpoint: str | None = None
-        self._outer = OuterStep(self._plan.outer_step if outer_step is None else outer_step)
-        no_effect.warn_of_outer_step(self._outer.amount, self.interval, total_steps)
-        self._judge = Judge(probe, model)
-        self._probe, self._process_group = probe, process_group
+        checks.check_followers(also, on_round)
+        checks.check_start_step(start_step)
+        self._on_round, self._process_group = tuple(on_round), process_group
         self._found: FoundRate | None = None
-        self._rates = [h.name for h in self._hyperparameters if isinstance(h, InGroups) and h.key == "lr"]
-        self._attach(model if explores else None)
+        self._assemble(tuple(also), start_step)
+        self._attach()
         self._agreed = self.replicas.size > 1
         claim(self._claims(), undo=self.close)
 
-    def _attach(self, watched: nn.Module | None) -> None:
-        """Hook into the optimizers, and into `watched`, whose state in mid-round is not the average."""
+    def _assemble(self, also: Sequence[nn.Module | Tensor], start_step: int) -> None:
+        """Make the parts; each of them holds what it needs of the others."""
+        given = self._settings
+        explorable, local, plan = given.hyperparameters, given.local, given.plan
+        self._tensors = Tensors(given.optimizers, given.model, also, explorable, local)
+        self._steering = Steering(given.controller, [h.name for h in explorable], given.act, given.limits)
+        self._rounds = Rounds(
+            explorable, given.interval, given.total_steps, given.seed, self._process_group,
+            design=given.design, until=plan.until, local=local,
+        )  # fmt: skip
+        self._rounds.start_from(start_step)
+        self._values = Values(given.optimizers, explorable, self._before_step)
+        self._fan_out = self._values.fan_out
+        self._recorder = Recorder(explorable, given.optimizers, self._values, self._rounds)
+        self._judge = Judge(given.probe, given.model)
+        self._outer = OuterStep(given.outer_step)
+        self._recovery = Recovery(given.rollback, self._tensors, self._rounds)
+        self._health = Health(given, self._tensors, self._rounds)
+        self._joining = Joining()
+        self._meeting = Meeting(given, self._tensors, self._rounds, self._judge, self._health, self._joining)
+        self._switch = LocalGradients(given.model if local else None)
+
+    def _attach(self) -> None:
+        """Hook into the model, whose state in mid-round is not the average, and begin."""
         self._opened, self._finishing = False, False  # whether this round's start has been noted
         self._clock = time.perf_counter()
         self._unseen = 0
-        self._in_consensus = self._saving = self.closed = False
+        self._in_consensus = self._saving = self._resumed = self.closed = False
         self._warned_state_dict = False
-        self._values = Values(self._optimizers, self._hyperparameters, self._before_step)
-        self._fan_out = self._values.fan_out
-        self._recorder = Recorder(self._hyperparameters, self._optimizers, self._values, self._rounds)
-        self._guard = GradientGuard(self._optimizers if self._guarded else ())
-        self._statistics = Statistics()
-        self._keep_statistics()
-        self._ended = self._joining = self._resumed = False
-        self._stepped_at = 0.0
-        self._hopeless = 0  # rounds in a row without anything finite
         self._hooks = Hooks(self)
-        self._switch = LocalGradients(self._model if self._local else None)
         self._switch.start()
         self._values.set(self.scales, self._rounds.multipliers)  # the first forward pass comes before the first step
         for undo in (self._values.close, self._switch.restore):  # an ensemble that is dropped leaves nothing behind
             weakref.finalize(self, undo).atexit = False
-        if watched is not None:
-            self._hooks.before_module_state_dict(innermost(watched), self._before_state_dict)
+        if self._settings.model is not None and self._settings.diverges:
+            self._hooks.before_module_state_dict(innermost(self._settings.model), self._before_state_dict)
 
     def _claims(self) -> Claims:
         """What must be the same on all replicas before the first step."""
-        start_step, replicas = self._rounds.at.step, self.replicas.size
-        options = {**self._options(), "replicas": replicas, "start_step": start_step, "probe": self._probe}
-        return fingerprint(
-            options, self._optimizers, self._model, self._hyperparameters, self._tensors.followers(),
-            sharded=not (self._explored or self._local),
-        )  # fmt: skip
-
-    def _options(self) -> dict[str, object]:
-        """What an ensemble is given beside its hyperparameters, as told to the others."""
-        keeper, controller = self._keeper, self._steering.controller
-        return {
-            "seed": self.seed, "interval": self.interval, "total_steps": self.total_steps, "act": self._steering.act,
-            "controller": plain(controller), "gradients": "local" if self._local else "shared",
-            "outer_step": self._outer.amount, "design": self.design, "probe": self._judge.probes,
-            "rollback": None if keeper is None else plain(keeper.rollback), "guard": self._guarded,
-            "limits": plain(self._steering.limits), "atomic": self._atomic,
-        }  # fmt: skip
-
-    def _check(
-        self,
-        controller: Controller,
-        probe: object,
-        gradients: Gradients,
-        model: nn.Module | None,
-        act: bool,
-        guard: object,
-    ) -> None:
-        checks.check_model(model, self._optimizers)
-        checks.check_controller(controller)
-        checks.check_gradients(gradients, self._explored, model, act and not isinstance(controller, Fixed))
-        checks.check_line_search(controller, self._explored)
-        checks.check_probe(probe, self._explored, controller, act, model)
-        if gradients == "shared":
-            checks.check_buffers(self._explored, model)
-        if self._explored or self._local:
-            checks.check_can_diverge(self._optimizers, model)
-        if guard:
-            checks.check_guard(guard, self._optimizers)
+        return self._settings.claims(self.replicas.size, self._rounds.at.step, self._tensors.followers())
 
     # The protocol
 
@@ -264,26 +203,25 @@ class Ensemble:
         """
         if self.closed:
             return
-        if self._joining:
-            self._stepped_at = time.monotonic()
+        self._joining.note_step()
         loss = self.check_loss(loss)
         if loss is not None:
             self._judge.score.add(loss)
-        self._guard.count()
+        self._health.gradients.count()
         if self._fan_out.steps == 0 and not attempted:
             self._note_unseen()
         elif self._count():
             self._end_round(full=self._rounds.full)
-        elif self._guarded and not (self._local or self._joining) and self._guard.stuck:
+        elif self._health.guarded and not (self._settings.local or self._joining.open) and self._health.gradients.stuck:
             self._end_round(full=False)  # one sick replica keeps all from training: do not wait for the round's end
 
     def check_loss(self, loss: Loss | None) -> Tensor | float | None:
         """What `step()` would add of this loss; raises as it would, and changes nothing."""
         if loss is not None:
             return as_loss(loss)
-        judged = self._steering.controller.needs_score and self._explored and not self._judge.probes
-        if (judged or self._keeper is not None) and not (self._rounds.at.finished or self.closed):
-            who = type(self._keeper.rollback if self._keeper is not None else self._steering.controller).__name__
+        judged = self._settings.controller.needs_score and self._settings.explored and not self._judge.probes
+        if (judged or self._recovery.active) and not (self._rounds.at.finished or self.closed):
+            who = type(self._settings.rollback or self._settings.controller).__name__
             raise ValueError(
                 f"{who} judges by the losses, but none was given; pass this replica's own training loss: step(loss)"
             )
@@ -298,23 +236,24 @@ class Ensemble:
         Returns:
             What was found; None if the controller wants nothing of the kind, or if the run goes on from a saved state.
         """
-        if not self._plan.finds or self._resumed:
+        given = self._settings
+        if not given.plan.finds or self._resumed:
             return None
-        if self._model is None or not isinstance(self._probe, Probe):
+        if given.model is None or not isinstance(given.probe, Probe):
             raise ValueError(
                 "prepare() needs the model and what to score it on: write model=model, probe=hdet.Probe(...)"
             )
         if self._rounds.at.step > 0:
             raise ValueError(f"prepare() comes before the first step, got {self._rounds.at.step} steps")
-        checks.check_all_rates(self._hyperparameters, self._optimizers)
+        checks.check_all_rates(given.hyperparameters, given.optimizers)
         with self._switch.sharing(self.replicas.size):
             found = find_lr(
-                self._model, self._optimizers, step_fn, probe=self._probe, outer_step=self._outer.amount, also=also,
+                given.model, given.optimizers, step_fn, probe=given.probe, outer_step=given.outer_step, also=also,
                 process_group=self._process_group,
             )  # fmt: skip
         self._found = found
-        if self._steering.act:
-            self._steering.scale_by(found.scale, self._rates)
+        if given.act:
+            self._steering.scale_by(found.scale, given.rates)
         self._values.set(self.scales, self._rounds.multipliers)
         return found
 
@@ -359,8 +298,8 @@ class Ensemble:
             raise RuntimeError("consensus() is entered already; leave it before entering it again")
         self._start()
         tensors = [] if self._equal else self._tensors.weights()
-        self._mend_statistics()
-        counted = self._agree(tensors, full=False)[1].counted if tensors else None
+        self._health.mend()
+        counted = self._meeting.agree(tensors, full=False)[1].averaged if tensors else None
         kept = self._tensors.buffers()
         self._in_consensus, self._fan_out.ready = True, False
         try:
@@ -385,24 +324,14 @@ class Ensemble:
         if replicas.size == 1:
             yield
             return
-        self._joining, self._stepped_at = True, time.monotonic()
         replicas.arrive(f"step {self._rounds.at.step}")
-        try:
-            if self._local:
+        with self._joining.within(replicas):
+            if self._settings.local:
                 yield
                 self._go_along()
             else:
-                with joined(self._model, self._follow):
+                with joined(self._settings.model, self._follow):
                     yield
-        except LostReplicaError:
-            raise
-        except Exception as error:
-            found = replicas.explain(error, self._stepped_at)
-            if found is None:
-                raise
-            raise found from error
-        finally:
-            self._joining = self._ended = False
 
     def close(self) -> None:
         """Remove every hook and give back the process group. Not collective; later steps are plain.
@@ -411,12 +340,41 @@ class Ensemble:
         """
         self.closed = True
         self._values.close()
-        self._guard.close()
+        self._health.gradients.close()
         self._switch.restore()
         self._hooks.remove()
         self._rounds.close()
 
     # What can be seen
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the whole run, if known."""
+        return self._settings.total_steps
+
+    @property
+    def interval(self) -> int:
+        """Optimizer steps per round."""
+        return self._settings.interval
+
+    @property
+    def design(self) -> Design:
+        """How slots are dealt."""
+        return self._settings.design
+
+    @property
+    def seed(self) -> int:
+        """What they are dealt from."""
+        return self._settings.seed
+
+    @property
+    def last_checkpoint(self) -> str | None:
+        """Where the run can be resumed from, for errors that end it; `hdet.save` and `load` set it."""
+        return self._health.last_checkpoint
+
+    @last_checkpoint.setter
+    def last_checkpoint(self, path: str | None) -> None:
+        self._health.last_checkpoint = path
 
     @property
     def replicas(self) -> Replicas:
@@ -470,8 +428,9 @@ class Ensemble:
         if self._rounds.at.step_in_round > 0:
             state["judge"] = self._judge.state_dict()
         state["bases"] = self._values.state_dict()
-        if self._keeper is not None:
-            state["alarm"] = dict(self._keeper.state)
+        alarm = self._recovery.state_dict()
+        if alarm is not None:
+            state["alarm"] = alarm
         if self._opened and self._rounds.at.step_in_round > 0:
             state["outer_step"] = self._outer.state_dict()
         return state
@@ -485,8 +444,8 @@ class Ensemble:
         if not isinstance(state_dict, dict) or state_dict.get("version") != _VERSION:
             raise ValueError("state_dict must come from Ensemble.state_dict() of this version of hdet")
         mid_round = state_dict.get("mid_round")
-        if mid_round is not None and (self._explored or self._local):
-            guard.check_same_replica(mid_round, self.replicas)
+        if mid_round is not None and self._settings.diverges:
+            check_same_replica(mid_round, self.replicas)
         self._values.check_state(state_dict["bases"])
         self._steering.load_state_dict(state_dict["controller"])
         self._judge.reset()
@@ -495,8 +454,7 @@ class Ensemble:
         self._rounds.load_state_dict(state_dict["progress"])
         self._outer.load_state_dict(state_dict.get("outer_step", []), self._tensors.parameters())
         self._values.load_state_dict(state_dict["bases"])
-        if self._keeper is not None:
-            self._keeper.state = dict(state_dict.get("alarm", self._keeper.state))
+        self._recovery.load_state_dict(state_dict.get("alarm"))
         self._resume()
         self._resumed = self._rounds.at.step > 0
 
@@ -563,7 +521,7 @@ class Ensemble:
     def _begin_round(self) -> None:
         self._values.set(self.scales, self._rounds.multipliers)
         self._tensors.begin_round()
-        self._keep_statistics()
+        self._health.begin_round()
         self._fan_out.ready = self._opened
 
     def _open_round(self) -> None:
@@ -574,9 +532,8 @@ class Ensemble:
         self._recorder.open()
         self._outer.begin(self._tensors.parameters())
         at = self._rounds.at
-        whole = at.step > 0 and not at.step_in_round
-        if whole and self._keeper is not None and not self._keeper.fits(*self._tensors.kept()):
-            self._keep()  # a run that was resumed, or trains other layers: there is no snapshot of that
+        if at.step > 0 and not at.step_in_round:
+            self._recovery.keep_if_none()
         if self._judge.probes and self._rounds.diverges and at.round > 0 and not at.cut:
             with self._values.at_center():  # round 0 is left out: noisy copies of a checkpoint may begin it
                 self._judge.begin(at.round, self.replicas)
@@ -588,7 +545,7 @@ class Ensemble:
 
     def _follow(self) -> None:
         """Another replica takes a step, while this one has no more data."""
-        self._ended = True
+        self._joining.ended = True
         if not self._opened:
             self._open_round()
         if not self._rounds.at.finished and self._rounds.count(1):
@@ -596,8 +553,8 @@ class Ensemble:
 
     def _go_along(self) -> None:
         """End the rounds of the others, until nobody has data."""
-        self._ended = True
-        while self._joining and not self._rounds.at.finished:
+        self._joining.ended = True
+        while self._joining.open and not self._rounds.at.finished:
             if not self._opened:
                 self._open_round()
             self._end_round(full=True)
@@ -605,14 +562,14 @@ class Ensemble:
     def _end_round(self, full: bool) -> None:
         records = []
         verdict: Verdict = "ok"
-        self._mend_statistics()
+        self._health.mend()
         if not self._opened and self._fan_out.steps == 0 and self._rounds.at.step_in_round:
             self._open_round()  # every step of the round was skipped here, but not on other replicas
-        if self._rounds.diverges or (self._keeper is not None and not self._rounds.at.finished):
+        if self._rounds.diverges or (self._recovery.active and not self._rounds.at.finished):
             record, verdict = self._converge(full)
             records.append(record)
         elif not self._rounds.at.finished:
-            said = self._tell_skipped()
+            said = self._health.tell_skipped()
             if self._on_round:
                 record = self._unjudged()
                 records.append(replace(record, full=full, events=(*record.events, *said)))
@@ -620,9 +577,9 @@ class Ensemble:
             self._outer.forget()
         self._outer.take()
         if verdict == "best":
-            self._keep()
+            self._recovery.keep()
         self._judge.reset()
-        self._guard.reset()
+        self._health.gradients.reset()
         self._rounds.next_round()
         self._opened = False
         self._begin_round()
@@ -639,113 +596,30 @@ class Ensemble:
     def _converge(self, full: bool) -> tuple[RoundRecord, Verdict]:
         """Compare, average and steer; or go back."""
         began = time.perf_counter()
-        tensors = self._tensors.to_average() if self._rounds.diverges else []
-        judged, census = self._agree(tensors, full)
-        if self._ended:  # go along with the others
+        tensors = self._meeting.to_average()
+        judged, census = self._meeting.agree(tensors, full)
+        if self._joining.ended:  # go along with the others
             full = census.full
             self._rounds.catch_up(census.step)
-        verdict = self._watch(judged, census)
+        losses = census.losses(judged, self._health.guarded)
+        verdict = self._recovery.watch(losses, self.last_checkpoint)
         if verdict == "alarm":
             record = self._roll_back(full, judged, began)
         else:
-            self._average(tensors, judged, census)
+            self._meeting.average(tensors, judged, census)
             record = self._control(full, judged, time.perf_counter() - began - self._judge.seconds_at_end)
         if census.ended and census.healthy:  # their schedules stand still: steer by those who go on
-            numbers = torch.tensor(self._steering.numbers, dtype=torch.float64, device=self._device(tensors))
-            self.replicas.broadcast(numbers, census.healthy[0])
-            self._steering.numbers = numbers.tolist()
-        self._joining = self._joining and not census.all_ended
+            self._steering.numbers = self._meeting.follow(self._steering.numbers, census.healthy[0])
+        self._joining.open = self._joining.open and not census.all_ended
         return replace(record, events=(*record.events, *census.events(self._rounds.at.step))), verdict
-
-    def _keep_statistics(self) -> None:
-        if self._guarded:
-            self._statistics.keep(self._tensors.statistics())
-
-    def _mend_statistics(self) -> None:
-        if self._guarded:
-            self._statistics.mend(self._tensors.statistics())
-
-    def _device(self, tensors: Sequence[Tensor]) -> torch.device:
-        return collective_device(tensors or self._tensors.parameters())
-
-    def _average(self, tensors: Sequence[Tensor], judged: Judged, census: Census) -> None:
-        """Average the replicas that count, give all of them the result, and see that it is finite."""
-        if census.lost:
-            raise RuntimeError(self._diverged("no replica's weights are finite"))
-        if census.sick and not tensors:
-            tensors = self._tensors.to_average()
-        averaging.average(tensors, self.replicas, of=census.counted, atomic=self._atomic)
-        if not census.all_well:
-            restore_state(census, self._tensors.state(), self.replicas)
-        self._rounds.at.equal = True
-        stuck = census.stuck(self._rounds.at.step_in_round)
-        if stuck:
-            self._despair(stuck)
-        elif not judged.given or any(map(math.isfinite, judged.scores)):
-            self._hopeless = 0
-        elif self._keeper is None:
-            self._despair(f"the loss of every replica is {judged.scores[0]}", self._tensors.weights())
-
-    def _tell_skipped(self) -> tuple[str, ...]:
-        """The events of a round in which all replicas did the same; a warning too, as there may be no record of it."""
-        if not self._guarded or not bool(self._guard.skipped):
-            return ()
-        skipped, steps = int(self._guard.skipped), self._rounds.at.step_in_round
-        said = f"guard: {skipped} of {steps} steps were skipped: their gradient was not finite"
-        warnings.warn(said, stacklevel=4)
-        if skipped < steps:
-            self._hopeless = 0
-        else:
-            self._despair("no gradient is finite any more")
-        return (said,)
-
-    def _despair(self, what: str, weights: Sequence[Tensor] = ()) -> None:
-        """Nothing finite was seen in this round: raise if the weights are not finite either, or at the third time."""
-        self._hopeless += 1
-        if self._hopeless >= _MOST_HOPELESS or not bool(finite(weights, torch.device("cpu"))):
-            raise RuntimeError(self._diverged(what))
-
-    def _diverged(self, what: str) -> str:
-        place = (
-            f" from {self.last_checkpoint}" if self.last_checkpoint else ", from your last checkpoint if there is one"
-        )
-        return (
-            f"the run has diverged: {what} at step {self._rounds.at.step}. Begin again with a lower learning rate"
-            f"{place}, or let it recover by itself: rollback=hdet.Rollback(); hdet.find_lr finds a rate beforehand"
-        )
-
-    # Rollback
-
-    def _watch(self, judged: Judged, census: Census) -> Verdict:
-        at, keeper = self._rounds.at, self._keeper
-        if keeper is None or not at.step_in_round or census.all_ended:
-            return "ok"
-        if not judged.given and not census.lost:
-            return "ok"
-        left_out = self._guarded or not census.all_well
-        seen = [score for score in judged.scores if math.isfinite(score)] if left_out else judged.scores
-        scores = [math.nan] if census.lost or not seen else seen
-        return keeper.watch(scores, at.step_in_round, at.step, self.last_checkpoint)
-
-    def _keep(self) -> None:
-        if self._keeper is not None:
-            self._keeper.keep(*self._tensors.kept(), self.replicas, self._rounds.at.step)
 
     def _roll_back(self, full: bool, judged: Judged, began: float) -> RoundRecord:
         """Put the best consensus back and go on from there with lower learning rates."""
-        assert self._keeper is not None
-        self._keeper.put_back(*self._tensors.kept())
+        said = self._recovery.put_back(judged.scores)
         self._outer.forget()
-        self._rounds.at.equal = True
-        cut = self._keeper.rollback.cut
         record = self._control(False, judged, time.perf_counter() - began - self._judge.seconds_at_end)
-        self._steering.scale_by(cut, self._rates, forget=True)
+        self._steering.scale_by(self._recovery.cut, self._settings.rates, forget=True)
         rows = {name: replace(row, scale=self.scales[name]) for name, row in record.hyperparameters.items()}
-        seen = [score for score in judged.scores if math.isfinite(score)] or judged.scores
-        said = (
-            f"rolled back at step {self._rounds.at.step} to the weights of step {self._keeper.kept_at}: the loss was "
-            f"{sum(seen) / len(seen):.4g}; learning rates x{cut:g}"
-        )
         return replace(record, full=full, hyperparameters=rows, events=(*record.events, said))
 
     def _control(self, full: bool, judged: Judged, seconds: float) -> RoundRecord:
@@ -770,32 +644,8 @@ class Ensemble:
         """What to tell beside the numbers: in the first round, what the controller has picked and why."""
         if self._rounds.at.round:
             return ()
-        why = tuple(f"{name}: {text}" for name, text in self._plan.why.items())
+        why = tuple(f"{name}: {text}" for name, text in self._settings.plan.why.items())
         return why if self._found is None else (*why, f"found: {self._found}")
-
-    def _agree(self, tensors: Sequence[Tensor], full: bool) -> tuple[Judged, Census]:
-        """Check that all replicas are at the same place with the same tensors; return what they are judged by."""
-        device = self._device(tensors)
-        numbers = self._judge.end(self._rounds.at.round, full, self.replicas, device)
-        weights = self._tensors.weights() if self._guarded else []
-        state = self._tensors.state() if self._guarded or self._joining else []
-        step = self._rounds.at.step
-        how = condition(weights, state, self._guard.skipped, device, ended=self._ended, step=step, full=full)
-        layout = averaging.layout(tensors)
-        at = self._rounds.at
-        place = _ENDED if self._ended else f"the end of round {at.round}"
-        self.replicas.arrive(f"{place} (step {at.step})")
-        numbers = torch.cat([numbers, how])
-        options = [*self._options().items()]
-        try:
-            table = guard.agree(self.replicas, at.step, layout, options, self._hyperparameters, numbers, ended)
-        except LostReplicaError as error:
-            raise error.and_then(averaging.UNTOUCHED) from error
-        if self._ended:
-            full = any(row[-1] for row in table if not ended(row))
-        judged = self._judge.read(table, full)
-        census = take_census(table, judged, self._guarded)
-        return census.view(judged), census
 
     # Small steps
 
@@ -803,7 +653,7 @@ class Ensemble:
         if self._in_consensus:
             raise RuntimeError("optimizer.step() inside consensus() would train the average; leave it first")
         self._start()
-        if self._rounds.at.step == 0 and self._plan.finds and self._found is None:
+        if self._rounds.at.step == 0 and self._settings.plan.finds and self._found is None:
             no_effect.warn_not_prepared()
         if not self._opened:
             self._open_round()
@@ -820,7 +670,7 @@ class Ensemble:
 
     def _note_unseen(self) -> None:
         self._unseen += 1
-        if self._unseen >= _MOST_UNSEEN and (self._explored or self._outer.active):
+        if self._unseen >= _MOST_UNSEEN and (self._settings.explored or self._outer.active):
             raise RuntimeError(
                 f"no optimizer step was seen in {_MOST_UNSEEN} calls of step(). Is this the optimizer that "
                 "trains? A wrapper that does not call its hooks, or a captured graph, cannot fan out: pass "

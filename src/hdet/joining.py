@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
+
+from hdet.replicas import LostReplicaError, Replicas
 
 
 class _Follow(JoinHook):
@@ -66,3 +69,38 @@ def joined(model: nn.Module | None, follow: Callable[[], None]) -> Iterator[None
     finally:
         # or each later step would count who is left
         ddp._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
+
+
+class Joining:
+    """Whether the replicas may run out of data at different steps, and whether this one has.
+
+    Attributes:
+        open: within `join()`, as long as somebody trains.
+        ended: this replica has no more data.
+    """
+
+    def __init__(self) -> None:
+        self.open = self.ended = False
+        self._stepped_at = 0.0
+
+    def note_step(self) -> None:
+        """This replica has taken a step, and waits for the others from now on."""
+        if self.open:
+            self._stepped_at = time.monotonic()
+
+    @contextmanager
+    def within(self, replicas: Replicas) -> Iterator[None]:
+        """Around the loop. An error in a collective becomes one that says who is missing."""
+        self.open = True
+        self.note_step()
+        try:
+            yield
+        except LostReplicaError:
+            raise
+        except Exception as error:
+            found = replicas.explain(error, self._stepped_at)
+            if found is None:
+                raise
+            raise found from error
+        finally:
+            self.open = self.ended = False

@@ -25,7 +25,7 @@ def warn_without_effect(
                 f"{controller.warmup_steps} warm-up steps are over; use a shorter warm-up or interval"
             )
     if problem is not None:
-        warnings.warn(problem, stacklevel=4)
+        warnings.warn(problem, stacklevel=5)
 
 
 def warn_of_probe(controller: Controller, probe: object, wants: Plan, local: bool) -> None:
@@ -39,7 +39,7 @@ def warn_of_probe(controller: Controller, probe: object, wants: Plan, local: boo
             "use controller=hdet.Slope()"
         )
     if problem is not None:
-        warnings.warn(problem, stacklevel=4)
+        warnings.warn(problem, stacklevel=5)
 
 
 def warn_of_outer_step(outer_step: float, interval: int, total_steps: int | None) -> None:
@@ -48,7 +48,7 @@ def warn_of_outer_step(outer_step: float, interval: int, total_steps: int | None
         warnings.warn(
             f"outer_step={outer_step} has no effect: the only round, of {total_steps} steps, is the last one, whose "
             "way is taken whole; use a shorter interval, for example 10",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -76,6 +76,12 @@ class Tensors:
         """All optimizer state, whether replicas can differ in it or not."""
         return converge.whole_state(self._optimizers)
 
+    def fill_state(self) -> None:
+        """Give optimizers that have not stepped yet the state of a first step, so that all replicas have the same."""
+        for optimizer in self._optimizers:
+            if not optimizer.state:
+                converge.create_state(optimizer)
+
     def kept(self) -> tuple[list[Tensor], list[Tensor]]:
         """What a snapshot holds: what is equal on all replicas at a round's end, and what is this replica's own."""
         state = [

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -48,7 +50,11 @@ def fingerprint(
     parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     tensors = {} if sharded else {**_tensors(parameters, model), **_followers(model, followers)}
     return {
-        "versions": {"torch": torch.__version__, "Python": ".".join(platform.python_version_tuple()[:2])},
+        "versions": {
+            "hdet": _version(),
+            "torch": torch.__version__,
+            "Python": ".".join(platform.python_version_tuple()[:2]),
+        },
         "arguments": {name: plain(value) for name, value in options.items()},
         "hyperparameters": {h.name: _explored(h) for h in hyperparameters},
         "parameters": tensors,
@@ -101,6 +107,14 @@ def _groups(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
             entries = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             found |= {f"{key} of {name}'s group {index}": plain(value) for key, value in sorted(entries.items())}
     return found
+
+
+@functools.cache
+def _version() -> str:
+    try:
+        return metadata.version("hdet")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"
 
 
 def _layout(tensor: Tensor) -> str:

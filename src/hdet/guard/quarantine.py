@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hdet.board import who
+from hdet.board import counted, who
 from hdet.converge import copy_from, layout
-from hdet.gradient_guard import finite
+from hdet.guard.gradients import finite
 from hdet.judge import Judged
 from hdet.replicas import Replicas
 
@@ -104,16 +104,25 @@ class Census:
         return bool(self.sick) and not self.healthy
 
     @property
-    def counted(self) -> tuple[int, ...] | None:
+    def averaged(self) -> tuple[int, ...] | None:
         """Those that are averaged; None for all."""
         return self.healthy or None if not self.all_well else None
+
+    def losses(self, judged: Judged, guarded: bool) -> Sequence[float]:
+        """What an alarm is to judge the round by; nothing if nobody trained, or no loss was given."""
+        if self.all_ended or not (judged.given or self.lost):
+            return ()
+        if self.lost:
+            return (math.nan,)
+        left_out = guarded or not self.all_well
+        return [s for s in judged.scores if math.isfinite(s) or not left_out] or (math.nan,)
 
     def stuck(self, steps: int) -> str:
         """Why none of the round's steps was taken by anybody; empty if one was."""
         if not steps or not self.skipped or min(self.skipped) < steps:
             return ""
         because = f"; {who(self.sick)} had a loss or weights that are not finite" if self.sick else ""
-        return f"all {steps} steps of the round were skipped, as their gradient was not finite{because}"
+        return f"every step of the round was skipped ({steps} in all), as the gradient was not finite{because}"
 
     def view(self, judged: Judged) -> Judged:
         """What the controller is shown: no score of those that do not count."""
@@ -132,7 +141,7 @@ class Census:
         if any(self.skipped):
             most = max(self.skipped)
             where = "all replicas" if min(self.skipped) == most else who([r for r, n in enumerate(self.skipped) if n])
-            said.append(f"guard: {most} steps were skipped on {where}, as their gradient was not finite")
+            said.append(f"guard: skipped {counted(most, 'step')} on {where}, as the gradient was not finite")
         if self.sick and self.healthy:
             said.append(f"guard: {who(self.sick)} was not finite at step {step} and got the average of the others")
         if self.ended:

@@ -1,0 +1,1 @@
+"""What is not finite is left out: gradients, and replicas."""

@@ -1,0 +1,89 @@
+"""Where the replicas meet at the end of a round: they tell each other how they are, and are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hdet import converge
+from hdet.agreement import round_end
+from hdet.guard.health import Health
+from hdet.guard.quarantine import Census, ended, restore_state, take_census
+from hdet.joining import Joining
+from hdet.judge import Judge, Judged
+from hdet.replicas import LostReplicaError, collective_device
+from hdet.rounds import Rounds
+from hdet.settings import Settings
+from hdet.tensors import Tensors
+
+_NO_MORE_DATA = "the end of its data"
+
+
+class Meeting:
+    """What the replicas of one ensemble do together.
+
+    Args:
+        settings: of the ensemble.
+        tensors: what is averaged.
+        rounds: where the run is, and who the replicas are.
+        judge: what they are compared by.
+        health: how this one is.
+        joining: whether its data have ended.
+    """
+
+    def __init__(
+        self, settings: Settings, tensors: Tensors, rounds: Rounds, judge: Judge, health: Health, joining: Joining
+    ) -> None:
+        self._settings, self._tensors, self._rounds = settings, tensors, rounds
+        self._judge, self._health, self._joining = judge, health, joining
+
+    def to_average(self) -> list[Tensor]:
+        """What is averaged at the end of this round."""
+        if not self._rounds.diverges:
+            return []
+        if self._settings.local:
+            self._tensors.fill_state()  # a replica all of whose steps were skipped has none yet
+        return self._tensors.to_average()
+
+    def agree(self, tensors: Sequence[Tensor], full: bool) -> tuple[Judged, Census]:
+        """Check that all replicas are at the same place with the same tensors; return what they are judged by."""
+        at, replicas, gone = self._rounds.at, self._rounds.replicas, self._joining.ended
+        device = self._device(tensors)
+        scores = self._judge.end(at.round, full, replicas, device)
+        how = self._health.condition(device, full=full, joining=self._joining.open, ended=gone)
+        replicas.arrive(f"{_NO_MORE_DATA if gone else f'the end of round {at.round}'} (step {at.step})")
+        options, explored = [*self._settings.options().items()], self._settings.hyperparameters
+        try:
+            table = round_end.agree(
+                replicas, at.step, converge.layout(tensors), options, explored, torch.cat([scores, how]), ended
+            )
+        except LostReplicaError as error:
+            raise error.and_then(converge.UNTOUCHED) from error
+        if gone:
+            full = any(row[-1] for row in table if not ended(row))
+        judged = self._judge.read(table, full)
+        census = take_census(table, judged, self._health.guarded)
+        return census.view(judged), census
+
+    def average(self, tensors: Sequence[Tensor], judged: Judged, census: Census) -> None:
+        """Average the replicas that count, give all of them the result, and see that it is finite."""
+        if census.lost:
+            raise self._health.diverged("no replica's weights are finite")
+        if census.sick and not tensors:
+            tensors = self._tensors.to_average()
+        converge.average(tensors, self._rounds.replicas, of=census.averaged, atomic=self._settings.atomic)
+        if not census.all_well:
+            restore_state(census, self._tensors.state(), self._rounds.replicas)
+        self._rounds.at.equal = True
+        self._health.look_back(judged, census)
+
+    def follow(self, numbers: Sequence[float], leader: int) -> list[float]:
+        """The numbers of replica `leader`, in place of these."""
+        told = torch.tensor(numbers, dtype=torch.float64, device=self._device(()))
+        self._rounds.replicas.broadcast(told, leader)
+        return told.tolist()
+
+    def _device(self, tensors: Sequence[Tensor]) -> torch.device:
+        return collective_device(tensors or self._tensors.parameters())

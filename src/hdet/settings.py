@@ -1,0 +1,169 @@
+"""What an ensemble was given: checked, completed, and told to the other replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdet import checks, no_effect
+from hdet.agreement.fingerprint import Claims, fingerprint, plain
+from hdet.assignment import Design
+from hdet.controllers import Auto, Controller, Fixed, Limits, Plan, plan
+from hdet.hooks import unwrap
+from hdet.hyperparameters.hyperparameter import Hyperparameter, flatten
+from hdet.hyperparameters.in_groups import InGroups, learning_rate
+from hdet.judge import AnyProbe
+from hdet.local_gradients import Gradients
+from hdet.outer_step import OuterStep
+from hdet.probe.probe import Probe
+from hdet.rollback.rollback import Rollback
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of an ensemble that hold for its whole life; `hdet.Ensemble` says what they mean.
+
+    Attributes:
+        hyperparameters: all of them, the learning rate that a rollback cuts included.
+        explored: those that replicas get different values of.
+        plan: what the controller wants for this run.
+        local: whether gradients are local.
+    """
+
+    optimizers: tuple[Optimizer, ...]
+    hyperparameters: tuple[Hyperparameter, ...]
+    explored: tuple[Hyperparameter, ...]
+    controller: Controller
+    plan: Plan
+    probe: AnyProbe | None
+    model: nn.Module | None
+    total_steps: int | None
+    interval: int
+    design: Design
+    local: bool
+    outer_step: float
+    rollback: Rollback | None
+    guarded: bool
+    limits: Limits
+    atomic: bool
+    act: bool
+    seed: int
+
+    @property
+    def diverges(self) -> bool:
+        """Whether replicas are to hold different weights within a round."""
+        return bool(self.explored) or self.local
+
+    @property
+    def rates(self) -> list[str]:
+        """The hyperparameters that are learning rates, by name."""
+        return [h.name for h in self.hyperparameters if _is_rate(h)]
+
+    def options(self) -> dict[str, object]:
+        """What was given beside the hyperparameters, as told to the others."""
+        return {
+            "seed": self.seed, "interval": self.interval, "total_steps": self.total_steps, "act": self.act,
+            "controller": plain(self.controller), "gradients": "local" if self.local else "shared",
+            "outer_step": self.outer_step, "design": self.design, "probe": self.probe is not None,
+            "rollback": plain(self.rollback), "guard": self.guarded, "limits": plain(self.limits),
+            "atomic": self.atomic,
+        }  # fmt: skip
+
+    def claims(self, replicas: int, start_step: int, followers: Iterable[Tensor]) -> Claims:
+        """What must be the same on all replicas before the first step."""
+        options = {**self.options(), "replicas": replicas, "start_step": start_step, "probe": _kind(self.probe)}
+        return fingerprint(
+            options, self.optimizers, self.model, self.hyperparameters, followers, sharded=not self.diverges
+        )
+
+
+def read_settings(
+    optimizer: Optimizer | Sequence[Optimizer],
+    hyperparameters: Sequence[Hyperparameter | Sequence[Hyperparameter]] | None,
+    *,
+    total_steps: int | None,
+    interval: int | Literal["auto"],
+    controller: Controller | None,
+    probe: AnyProbe | None,
+    gradients: Gradients,
+    outer_step: float | None,
+    design: Design | None,
+    rollback: Rollback | None,
+    guard: bool,
+    limits: Limits | None,
+    atomic: bool,
+    act: bool,
+    model: nn.Module | None,
+    seed: int,
+) -> Settings:
+    """The arguments of an ensemble, checked and completed.
+
+    Raises:
+        TypeError, ValueError: for what cannot work, with what to write instead.
+    """
+    optimizers = tuple(unwrap(o) for o in (optimizer if isinstance(optimizer, Sequence) else (optimizer,)))
+    explorable = flatten([learning_rate(optimizers)] if hyperparameters is None else hyperparameters)
+    checks.check_hyperparameters(explorable, optimizers)
+    wants = _controller(controller, probe)
+    explored = tuple(h for h in explorable if h.diverges)
+    _check(wants, probe, gradients, model, act, guard, optimizers, explored)
+    told = plan(wants, [h.name for h in explorable], total_steps)
+    if rollback is not None and not any(map(_is_rate, explorable)):
+        explorable.append(learning_rate(optimizers, spread=0.0))  # to be cut
+    local = gradients == "local"
+    settings = Settings(
+        optimizers, tuple(explorable), explored, wants, told, probe, model, total_steps,
+        checks.check_interval(interval, total_steps, bool(explored) or local, told.interval),
+        checks.check_design(design or told.design), local,
+        OuterStep(told.outer_step if outer_step is None else outer_step).amount,
+        None if rollback is None else checks.check_rollback(rollback),
+        bool(guard), checks.check_limits(limits), bool(atomic), act, seed,
+    )  # fmt: skip
+    no_effect.warn_without_effect(wants, act, bool(explored), settings.interval, total_steps)
+    no_effect.warn_of_probe(wants, probe, told, local)
+    no_effect.warn_of_outer_step(settings.outer_step, settings.interval, total_steps)
+    return settings
+
+
+def _controller(controller: Controller | None, probe: object) -> Controller:
+    if controller is None:
+        return Fixed() if probe is None else Auto()
+    checks.check_controller(controller)
+    return controller
+
+
+def _check(
+    controller: Controller,
+    probe: object,
+    gradients: Gradients,
+    model: nn.Module | None,
+    act: bool,
+    guard: object,
+    optimizers: Sequence[Optimizer],
+    explored: Sequence[Hyperparameter],
+) -> None:
+    checks.check_model(model, optimizers)
+    checks.check_gradients(gradients, explored, model, act and not isinstance(controller, Fixed))
+    checks.check_line_search(controller, explored)
+    checks.check_probe(probe, explored, controller, act, model)
+    if gradients == "shared":
+        checks.check_buffers(explored, model)
+    if explored or gradients == "local":
+        checks.check_can_diverge(optimizers, model)
+    if guard:
+        checks.check_guard(guard, optimizers)
+
+
+def _is_rate(h: Hyperparameter) -> bool:
+    return isinstance(h, InGroups) and h.key == "lr"
+
+
+def _kind(probe: AnyProbe | None) -> object:
+    """What can be compared of a probe: a function's name, as what it holds may differ (a device)."""
+    if probe is None or isinstance(probe, Probe):
+        return probe
+    return getattr(probe, "__qualname__", type(probe).__qualname__)
