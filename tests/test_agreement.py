@@ -2,10 +2,12 @@
 
 import contextlib
 import copy
+import dataclasses
 import datetime
 import os
 import pathlib
 import socket
+import sys
 import time
 import warnings
 
@@ -17,7 +19,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
-from hdet.agreement.fingerprint import plain
+from hdet.agreement.fingerprint import fingerprint, plain
 from hdet.board import who
 
 ODD = 2
@@ -311,6 +313,28 @@ def keys_after(count):
 def test_an_object_without_a_name_of_its_own_is_told_by_its_class():
     assert plain(object()) == "object"
     assert plain((1, 0.1, None, torch.tensor(2.0))) == [1, 0.1, None, 2.0]
+
+
+@dataclasses.dataclass
+class Scorer:
+    device: str
+
+    def __call__(self, index):
+        return 1.0
+
+
+def ensembles_with_probes_of_their_own():
+    ensemble(controller=hdet.Softmax(), probe=Scorer(f"cuda:{dist.get_rank()}")).close()
+
+
+def test_a_function_that_scores_on_a_device_of_its_own_is_the_same_probe():
+    run(ensembles_with_probes_of_their_own, 2)
+
+
+def test_the_versions_are_compared():
+    assert fingerprint({})["versions"] == {
+        "hdet": hdet.__version__, "torch": torch.__version__, "Python": ".".join(map(str, sys.version_info[:2])),
+    }  # fmt: skip
 
 
 def test_replicas_in_words():

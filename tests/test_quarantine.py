@@ -95,6 +95,37 @@ def test_one_sick_replica_costs_little_at_ten_random_steps(kind):
     assert cost(kind, 10) < KINDS[kind]
 
 
+def sick_from_the_start(steps):
+    """Local gradients; replica 1 has NaN for its first round, so none of its optimizer state exists at its end."""
+    rank, events = hdet.find_replicas().rank, []
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    ensemble = hdet.Ensemble(
+        optimizer, [hdet.learning_rate(optimizer, spread=0.3)], total_steps=9, interval=3, model=model, guard=True,
+        gradients="local", on_round=[lambda record: events.extend(record.events)],
+    )  # fmt: skip
+    for step in range(9):
+        loss = model(torch.full((2, 3), 0.1 * step + rank)).square().mean()
+        loss = loss * math.nan if rank == 1 and step < steps else loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ensemble.step(loss)
+    state = [v.tolist() for s in optimizer.state.values() for v in s.values()]
+    return events, [p.tolist() for p in model.parameters()], state
+
+
+def test_a_replica_that_has_not_taken_a_step_yet_is_given_weights_and_state():
+    (events, *ours), (_, *others) = hdet.in_process(lambda: sick_from_the_start(3), 2)
+    assert events[:2] == [
+        "guard: skipped 3 steps on replica 1, as the gradient was not finite",
+        "guard: replica 1 was not finite at step 3 and got the average of the others",
+    ]
+    assert ours == others
+    assert all(math.isfinite(x) for x in torch.tensor(ours[0][0]).flatten())
+
+
 def test_without_the_guard_the_run_is_lost_and_the_error_says_what_to_do():
     with pytest.raises(hdet.ReplicaError, match=r"diverged: the loss of every replica is nan at step 40.*rollback="):
         in_one_process("weights", 35, 2, guard=False)
