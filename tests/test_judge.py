@@ -162,11 +162,13 @@ def costs():
     """A slow probe: the record says what it cost."""
     import time
 
-    calls = []
+    calls, spent = [], []
 
     def slow(index):
+        began = time.perf_counter()
         calls.append(index)
         time.sleep(0.03)
+        spent.append(time.perf_counter() - began)  # longer than that on a busy machine
         return float(dist.get_rank())
 
     torch.manual_seed(0)
@@ -181,7 +183,7 @@ def costs():
     whole = time.perf_counter() - began
     ensemble.close()
     assert calls == [0, 1, 1, 2, 2]
-    assert sum(r.probe_seconds for r in seen) == pytest.approx(0.15, rel=0.2)
+    assert sum(r.probe_seconds for r in seen) == pytest.approx(sum(spent), rel=0.2)
     assert sum(r.round_seconds for r in seen) == pytest.approx(whole, rel=0.2)
     assert all(r.converge_seconds + r.probe_seconds < r.round_seconds for r in seen)
 

@@ -225,7 +225,7 @@ def test_a_signal_while_it_starts_is_one_line(tmp_path, processes):
     try:
         wait_for(lambda: importing_torch(child.pid) >= processes or child.poll() is not None, 60)
         os.killpg(child.pid, signal.SIGINT)
-        _, errors = child.communicate(timeout=30)
+        _, errors = child.communicate(timeout=100)  # torch is imported to the end first
         wait_for(lambda: not processes_of(child.pid), 30)
     finally:
         with contextlib.suppress(ProcessLookupError):

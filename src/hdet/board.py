@@ -115,17 +115,17 @@ def group_timeout(group: dist.ProcessGroup) -> float:
     return float(min(found, default=dist.default_pg_timeout.total_seconds()))
 
 
-def who(ranks: Sequence[int]) -> str:
-    """Replicas in words.
+def who(ranks: Sequence[int], noun: str = "replica") -> str:
+    """Replicas, or ranks, in words.
 
     >>> who([2]), who([0, 1, 3])
     ('replica 2', 'replicas 0, 1 and 3')
     """
     if len(ranks) == 1:
-        return f"replica {ranks[0]}"
+        return f"{noun} {ranks[0]}"
     shown = [str(rank) for rank in (ranks if len(ranks) <= 8 else ranks[:7])]
     last = shown.pop() if len(ranks) <= 8 else f"{len(ranks) - 7} more"
-    return f"replicas {', '.join(shown)} and {last}"
+    return f"{noun}s {', '.join(shown)} and {last}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -6,7 +6,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Literal
 
+import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from hdet.arguments import check_count
@@ -17,7 +19,9 @@ from hdet.hyperparameters.in_forward import InForward
 from hdet.hyperparameters.in_groups import InGroups
 from hdet.local_gradients import Gradients
 from hdet.probe.probe import Probe
+from hdet.replicas import Where
 from hdet.rollback.rollback import Rollback
+from hdet.shards import is_a, is_sharded
 
 
 def check_interval(
@@ -81,7 +85,7 @@ def check_guard(guard: object, optimizers: Sequence[Optimizer]) -> None:
         raise TypeError(f"guard must be True or False, got {guard!r}; write guard=True")
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            if any(_is_sharded(p) for p in group["params"]):
+            if any(is_sharded(p) for p in group["params"]):
                 raise ValueError(
                     "guard=True needs whole gradients on every rank, but they are sharded: each rank would decide by "
                     "its own part; leave it out, and use the skipping of your GradScaler or of FSDP"
@@ -95,6 +99,20 @@ def check_controller(controller: object) -> None:
             f"controller must be an object with needs_score, init() and update(), got {controller!r}; "
             "write for example controller=hdet.Softmax()"
         )
+
+
+def check_where(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> Where | None:
+    """Where the replicas are, if one of these says so."""
+    if mesh is None:
+        return process_group
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f'mesh must be a DeviceMesh, got {mesh!r}; write for example mesh=init_device_mesh("cuda", (2, 4), '
+            'mesh_dim_names=("replicate", "shard"))'
+        )
+    if process_group is not None:
+        raise ValueError("process_group and mesh both say where the replicas are; give one of them")
+    return mesh
 
 
 def check_followers(also: Sequence[object], on_round: Sequence[object]) -> None:
@@ -240,7 +258,7 @@ def check_model(model: object, optimizers: Sequence[Optimizer]) -> None:
         )
 
 
-def check_can_diverge(optimizers: Sequence[Optimizer], model: nn.Module | None) -> None:
+def check_can_diverge(optimizers: Sequence[Optimizer]) -> None:
     """Raise where replicas cannot hold different weights, or must not take different steps."""
     for optimizer in optimizers:
         if isinstance(optimizer, optim.LBFGS):
@@ -248,35 +266,8 @@ def check_can_diverge(optimizers: Sequence[Optimizer], model: nn.Module | None) 
                 "LBFGS cannot be used with a spread: its line search branches on each replica's own loss, so "
                 "replicas would run backward a different number of times and hang; use spread 0 or another optimizer"
             )
-        if _is_a("ZeroRedundancyOptimizer", optimizer):
+        if is_a("ZeroRedundancyOptimizer", optimizer):
             raise ValueError(
                 "ZeroRedundancyOptimizer cannot be used with a spread: one rank steps each parameter for all, "
                 "so replicas cannot diverge; use the plain optimizer, or spread 0"
             )
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                _check_not_sharded(p)
-    for module in model.modules() if model is not None else ():
-        if _is_a("FullyShardedDataParallel", module):
-            raise ValueError(_SHARDED.format("FullyShardedDataParallel shards the"))
-
-
-_SHARDED = (
-    "{} parameters over the ranks: there is one model, so replicas cannot diverge; wrap the model in "
-    "DistributedDataParallel instead, or use spread 0"
-)
-
-
-def _check_not_sharded(p: Tensor) -> None:
-    if _is_a("DTensor", p):
-        raise ValueError(_SHARDED.format("the optimizer holds DTensors, which spread the"))
-    if getattr(p, "_fsdp_flattened", False) or _is_a("FlatParameter", p):
-        raise ValueError(_SHARDED.format("FullyShardedDataParallel shards the"))
-
-
-def _is_sharded(p: Tensor) -> bool:
-    return _is_a("DTensor", p) or getattr(p, "_fsdp_flattened", False) or _is_a("FlatParameter", p)
-
-
-def _is_a(class_name: str, thing: object) -> bool:
-    return any(c.__name__ == class_name for c in type(thing).__mro__)

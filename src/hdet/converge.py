@@ -15,6 +15,7 @@ from torch._utils import _unflatten_dense_tensors
 from torch.optim import Optimizer
 
 from hdet.replicas import LostReplicaError, Replicas, Travelling, collective_device
+from hdet.shards import part
 
 BUCKET_BYTES = 16 * 2**20
 _Travelling = tuple[list[Tensor], list[Tensor], "Travelling | None"]
@@ -78,26 +79,26 @@ def optimizer_state(optimizers: Iterable[Optimizer], explored: Iterable[str], lo
     """
     keys = set(explored)
     return [
-        value
+        part(value)
         for optimizer in optimizers
         if local or state_can_differ(optimizer, keys)
         for group in optimizer.param_groups
         for p in group["params"]
         for key, value in sorted(optimizer.state.get(p, {}).items(), key=lambda item: str(item[0]))
         if key != "step" and isinstance(value, Tensor) and value.device == p.device
-        if value.is_floating_point() or value.is_complex()
+        if (value.is_floating_point() or value.is_complex()) and part(value).numel()
     ]
 
 
 def whole_state(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """All optimizer state that lives beside its parameter, step counters included."""
     return [
-        value
+        part(value)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for p in group["params"]
         for _, value in sorted(optimizer.state.get(p, {}).items(), key=lambda item: str(item[0]))
-        if isinstance(value, Tensor) and value.device == p.device and value.numel()
+        if isinstance(value, Tensor) and value.device == p.device and part(value).numel()
     ]
 
 
@@ -279,8 +280,8 @@ def _arithmetic(dtype: torch.dtype) -> torch.dtype:
 
 
 def _averageable(tensors: Iterable[Tensor]) -> list[Tensor]:
-    once = {id(t): t for t in tensors}
-    return [elements(t) for t in once.values() if t.numel() and (t.is_floating_point() or t.is_complex())]
+    once = [part(t) for t in {id(t): t for t in tensors}.values()]
+    return [elements(t) for t in once if t.numel() and (t.is_floating_point() or t.is_complex())]
 
 
 def elements(tensor: Tensor) -> Tensor:

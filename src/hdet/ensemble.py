@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from hdet import checks, no_effect
@@ -89,6 +90,8 @@ class Ensemble:
         model: the trained module; its floating-point buffers (BatchNorm statistics) are averaged too.
         also: modules or tensors that follow the weights (EMA, SWA, fp32 masters), averaged along.
         process_group: the replicas; by default all ranks.
+        mesh: a device mesh in place of a process group, for replicas that are sharded (FSDP2, tensor parallelism): its
+            dimension "replicate" counts them (or "dp_replicate", or the first one), the others are the parts of each.
         seed: what the slots are dealt from; the same on every replica.
         start_step: optimizer steps that were taken before, when resuming without a saved state.
         on_round: called with a `RoundRecord` after each round, on every replica.
@@ -129,6 +132,7 @@ class Ensemble:
         model: nn.Module | None = None,
         also: Sequence[nn.Module | Tensor] = (),
         process_group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         seed: int = 0,
         start_step: int = 0,
         on_round: Sequence[OnRound] = (),
@@ -136,11 +140,11 @@ class Ensemble:
         self._settings = read_settings(
             optimizer, hyperparameters, total_steps=total_steps, interval=interval, controller=controller, probe=probe,
             gradients=gradients, outer_step=outer_step, design=design, rollback=rollback, guard=guard, limits=limits,
-            atomic=atomic, act=act, model=model, seed=seed,
+            atomic=atomic, act=act, model=model, process_group=process_group, mesh=mesh, seed=seed,
         )  # fmt: skip
         checks.check_followers(also, on_round)
         checks.check_start_step(start_step)
-        self._on_round, self._process_group = tuple(on_round), process_group
+        self._on_round = tuple(on_round)
         self._found: FoundRate | None = None
         self._assemble(tuple(also), start_step)
         self._attach()
@@ -154,7 +158,7 @@ class Ensemble:
         self._tensors = Tensors(given.optimizers, given.model, also, explorable, local)
         self._steering = Steering(given.controller, [h.name for h in explorable], given.act, given.limits)
         self._rounds = Rounds(
-            explorable, given.interval, given.total_steps, given.seed, self._process_group,
+            explorable, given.interval, given.total_steps, given.seed, given.where,
             design=given.design, until=plan.until, local=local,
         )  # fmt: skip
         self._rounds.start_from(start_step)
@@ -249,7 +253,7 @@ class Ensemble:
         with self._switch.sharing(self.replicas.size):
             found = find_lr(
                 given.model, given.optimizers, step_fn, probe=given.probe, outer_step=given.outer_step, also=also,
-                process_group=self._process_group,
+                **given.group_or_mesh,
             )  # fmt: skip
         self._found = found
         if given.act:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -54,7 +55,7 @@ class OneCycleAutoLR(OneCycleLR):
         auto_lr_max_scale: the losses move a rate to at most this many times the schedule.
         outer_step: how much of a round's way is taken when it ends; see `hdet.outer_step`. Needs a short interval.
         rollback: what to do when the run diverges: an `hdet.Rollback`. Needs the losses.
-        guard, limits, atomic, model, also, process_group, seed, act, on_round: as in `hdet.Ensemble`.
+        guard, limits, atomic, model, also, process_group, mesh, seed, act, on_round: as in `hdet.Ensemble`.
 
     Give the losses of all but the last micro-batch of a step to `scheduler.ensemble.step(loss)`. Save and load
     through `state_dict()`: the object itself, which holds a process group, cannot be pickled. Within SequentialLR and
@@ -111,6 +112,7 @@ class OneCycleAutoLR(OneCycleLR):
         model: nn.Module | None = None,
         also: Sequence[nn.Module | Tensor] = (),
         process_group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         seed: int = 0,
         act: bool = True,
         on_round: Sequence[OnRound] = (),
@@ -173,6 +175,7 @@ class OneCycleAutoLR(OneCycleLR):
                 model=model,
                 also=also,
                 process_group=process_group,
+                mesh=mesh,
                 seed=seed,
                 start_step=self.last_epoch,
                 on_round=on_round,

@@ -7,11 +7,9 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-import torch.distributed as dist
-
 from hdet.assignment import Design, deal_round
 from hdet.hyperparameters.hyperparameter import Hyperparameter
-from hdet.replicas import Replicas, find_replicas
+from hdet.replicas import Replicas, Where, find_replicas
 
 
 @dataclass
@@ -43,7 +41,7 @@ class Rounds:
         interval: optimizer steps per round.
         total_steps: optimizer steps of the whole run, if known.
         seed: what the slots are dealt from.
-        process_group: the replicas; by default all ranks.
+        where: the replicas; by default all ranks.
         design: how slots are dealt to several hyperparameters.
         until: by name, the step from which on a hyperparameter is not explored any more.
         local: the replicas differ even under the same values, as they do not share their gradients.
@@ -59,7 +57,7 @@ class Rounds:
         interval: int,
         total_steps: int | None,
         seed: int,
-        process_group: dist.ProcessGroup | None,
+        where: Where | None,
         *,
         design: Design = "permutations",
         until: Mapping[str, int] | None = None,
@@ -72,7 +70,7 @@ class Rounds:
         self._interval = interval
         self._total_steps = total_steps
         self._seed = seed
-        self._process_group = process_group
+        self._where = where
         self._replicas: Replicas | None = None
         self._diverges: bool | None = None  # settled when a round is dealt, as every step asks for it
         self._at_end = weakref.finalize(self, _warn_unfinished, self.at)
@@ -80,7 +78,7 @@ class Rounds:
     @property
     def replicas(self) -> Replicas:
         """Who the replicas are: fixed by the first optimizer step, looked up anew before it."""
-        return self._replicas if self._replicas is not None else find_replicas(self._process_group)
+        return self._replicas if self._replicas is not None else find_replicas(self._where)
 
     @property
     def diverges(self) -> bool:
@@ -98,7 +96,7 @@ class Rounds:
         """Fix who the replicas are and deal the first slots; False if that was done before."""
         if self._replicas is not None:
             return False
-        self._replicas = find_replicas(self._process_group)
+        self._replicas = find_replicas(self._where)
         if (self._local or self._explored()) and self._replicas.size == 1:
             warnings.warn(
                 "there is one replica only, so the spread has no effect and this is plain training; launch "

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from hdet import checks, no_effect
@@ -20,7 +22,9 @@ from hdet.judge import AnyProbe
 from hdet.local_gradients import Gradients
 from hdet.outer_step import OuterStep
 from hdet.probe.probe import Probe
+from hdet.replicas import Where
 from hdet.rollback.rollback import Rollback
+from hdet.shards import check_shards
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,13 @@ class Settings:
     limits: Limits
     atomic: bool
     act: bool
+    where: Where | None
     seed: int
+
+    @property
+    def group_or_mesh(self) -> dict[str, Any]:
+        """Where the replicas are, as arguments."""
+        return {"mesh" if isinstance(self.where, DeviceMesh) else "process_group": self.where}
 
     @property
     def diverges(self) -> bool:
@@ -98,6 +108,8 @@ def read_settings(
     atomic: bool,
     act: bool,
     model: nn.Module | None,
+    process_group: dist.ProcessGroup | None,
+    mesh: DeviceMesh | None,
     seed: int,
 ) -> Settings:
     """The arguments of an ensemble, checked and completed.
@@ -108,9 +120,13 @@ def read_settings(
     optimizers = tuple(unwrap(o) for o in (optimizer if isinstance(optimizer, Sequence) else (optimizer,)))
     explorable = flatten([learning_rate(optimizers)] if hyperparameters is None else hyperparameters)
     checks.check_hyperparameters(explorable, optimizers)
+    where = checks.check_where(process_group, mesh)
     wants = _controller(controller, probe)
     explored = tuple(h for h in explorable if h.diverges)
     _check(wants, probe, gradients, model, act, guard, optimizers, explored)
+    if explored or gradients == "local":
+        checks.check_can_diverge(optimizers)
+        check_shards(optimizers, model, where, gradients)
     told = plan(wants, [h.name for h in explorable], total_steps)
     if rollback is not None and not any(map(_is_rate, explorable)):
         explorable.append(learning_rate(optimizers, spread=0.0))  # to be cut
@@ -121,7 +137,7 @@ def read_settings(
         checks.check_design(design or told.design), local,
         OuterStep(told.outer_step if outer_step is None else outer_step).amount,
         None if rollback is None else checks.check_rollback(rollback),
-        bool(guard), checks.check_limits(limits), bool(atomic), act, seed,
+        bool(guard), checks.check_limits(limits), bool(atomic), act, where, seed,
     )  # fmt: skip
     no_effect.warn_without_effect(wants, act, bool(explored), settings.interval, total_steps)
     no_effect.warn_of_probe(wants, probe, told, local)
@@ -152,8 +168,6 @@ def _check(
     checks.check_probe(probe, explored, controller, act, model)
     if gradients == "shared":
         checks.check_buffers(explored, model)
-    if explored or gradients == "local":
-        checks.check_can_diverge(optimizers, model)
     if guard:
         checks.check_guard(guard, optimizers)
 

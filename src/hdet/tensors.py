@@ -11,6 +11,7 @@ from hdet import converge
 from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.hyperparameters.in_forward import InForward
 from hdet.hyperparameters.in_groups import InGroups
+from hdet.shards import part
 
 
 class Tensors:
@@ -39,7 +40,8 @@ class Tensors:
 
     def begin_round(self) -> None:
         """Note what is trained now: it is averaged at the round's end even if it has been frozen by then."""
-        self._trained = {id(p) for p in self.parameters()}
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        self._trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
 
     def parameters(self) -> list[Tensor]:
         """What the optimizers train now."""
@@ -85,7 +87,7 @@ class Tensors:
     def kept(self) -> tuple[list[Tensor], list[Tensor]]:
         """What a snapshot holds: what is equal on all replicas at a round's end, and what is this replica's own."""
         state = [
-            value
+            part(value)
             for optimizer in self._optimizers
             for entries in optimizer.state.values()
             for value in entries.values()

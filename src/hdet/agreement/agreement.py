@@ -16,11 +16,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-import torch.distributed as dist
-
 from hdet.agreement.fingerprint import SECTIONS, Claims
 from hdet.board import MissingError, who
-from hdet.replicas import Replicas, find_replicas
+from hdet.replicas import Replicas, Where, find_replicas
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,11 +34,11 @@ class Agreement:
 
     Args:
         call: what is called, as the user knows it.
-        process_group: the replicas; by default all ranks.
+        where: the replicas; by default all ranks.
     """
 
-    def __init__(self, call: str, process_group: dist.ProcessGroup | None = None) -> None:
-        self._call, self._process_group = call, process_group
+    def __init__(self, call: str, where: Where | None = None) -> None:
+        self._call, self._where = call, where
         self.claims: Claims = {}
         self.undo: list[Callable[[], object]] = []
 
@@ -57,7 +55,7 @@ class Agreement:
         _open.agreement = None
         if error is not None and not isinstance(error, Exception):
             return
-        replicas = find_replicas(self._process_group)
+        replicas = find_replicas(self._where)
         if replicas.size > 1:
             try:
                 settle(replicas, self._call, self.claims, error)
@@ -77,13 +75,13 @@ def claim(claims: Claims, undo: Callable[[], object] | None = None) -> None:
 
 
 def agreed(call: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Make a function an `Agreement` of the replicas in its argument `process_group`."""
+    """Make a function an `Agreement` of the replicas in its argument `mesh` or `process_group`."""
 
     def wrap(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def within(*args: P.args, **kwargs: P.kwargs) -> T:
-            group = kwargs.get("process_group")
-            with Agreement(call, group if isinstance(group, dist.ProcessGroup) else None):
+            given = [kwargs.get(name) for name in ("mesh", "process_group")]
+            with Agreement(call, next((where for where in given if isinstance(where, Where)), None)):
                 return function(*args, **kwargs)
 
         return within
@@ -105,8 +103,8 @@ def settle(replicas: Replicas, call: str, claims: Claims, error: Exception | Non
             verdict = _ask(replicas, json.dumps(claims), _compare_claims)
     except MissingError as missing:
         raise RuntimeError(
-            f"{who(missing.ranks)} did not come to {call} within {missing.seconds:.3g} s: dead, stalled, or failed "
-            "before it; look at the logs there. Every replica must make this call"
+            f"{who(missing.ranks, replicas.noun)} did not come to {call} within {missing.seconds:.3g} s: dead, "
+            "stalled, or failed before it; look at the logs there. Every replica must make this call"
         ) from error
     if verdict.get("same"):
         assert error is not None
@@ -115,20 +113,22 @@ def settle(replicas: Replicas, call: str, claims: Claims, error: Exception | Non
         raise _KINDS.get(verdict["kind"], RuntimeError)(verdict["text"]) from error
 
 
-def _ask(replicas: Replicas, mine: str, decide: Callable[[list[Any]], dict[str, Any]]) -> dict[str, Any]:
-    answer = replicas.settle(mine, lambda shown: json.dumps(decide([json.loads(text) for text in shown])))
-    verdict: dict[str, Any] = json.loads(answer)
+def _ask(replicas: Replicas, mine: str, decide: Callable[[list[Any], str], dict[str, Any]]) -> dict[str, Any]:
+    def decide_all(shown: list[str]) -> str:
+        return json.dumps(decide([json.loads(text) for text in shown], replicas.noun))
+
+    verdict: dict[str, Any] = json.loads(replicas.settle(mine, decide_all))
     return verdict
 
 
-def _compare_calls(shown: list[dict[str, Any]]) -> dict[str, Any]:
+def _compare_calls(shown: list[dict[str, Any]], noun: str) -> dict[str, Any]:
     """What the first replica makes of everybody's call, error and hash."""
     calls = [entry["call"] for entry in shown]
     if len(set(calls)) > 1:
         odd, usual = _odd(calls)
         text = (
-            f"{who(odd)} came to {calls[odd[0]]} while the others came to {usual}; make the same calls in the same "
-            "order on every replica"
+            f"{who(odd, noun)} came to {calls[odd[0]]} while the others came to {usual}; make the same calls in the "
+            f"same order on every {noun}"
         )
         return {"kind": "RuntimeError", "text": text}
     errors = [entry["error"] for entry in shown]
@@ -138,14 +138,14 @@ def _compare_calls(shown: list[dict[str, Any]]) -> dict[str, Any]:
         failed = [rank for rank, error in enumerate(errors) if error]
         name, text = errors[failed[0]]
         alike = [rank for rank in failed if errors[rank] == errors[failed[0]]]
-        more = f" ({who(failed)} failed in all)" if len(alike) < len(failed) else ""
+        more = f" ({who(failed, noun)} failed in all)" if len(alike) < len(failed) else ""
         kind = "" if name in _KINDS or name == "RuntimeError" else f"{name}: "
-        where = f"{who(alike)} of {len(shown)}"
+        where = f"{who(alike, noun)} of {len(shown)}"
         return {"kind": name, "text": f"{kind}{text} [raised by {calls[0]} on {where}{more}]"}
     return {"show": True} if len({entry["hash"] for entry in shown}) > 1 else {}
 
 
-def _compare_claims(shown: list[Claims]) -> dict[str, Any]:
+def _compare_claims(shown: list[Claims], noun: str) -> dict[str, Any]:
     """What the first replica makes of everybody's claims: the items that differ, and who is odd."""
     found = []
     for section, remedy in SECTIONS.items():
@@ -160,7 +160,7 @@ def _compare_claims(shown: list[Claims]) -> dict[str, Any]:
     texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
     odd, usual = _odd(texts)
     seen = {text: [rank for rank in odd if texts[rank] == text] for text in dict.fromkeys(texts[rank] for rank in odd)}
-    said = ", ".join(f"{text} on {who(ranks)}" for text, ranks in list(seen.items())[:_MOST_NAMED])
+    said = ", ".join(f"{text} on {who(ranks, noun)}" for text, ranks in list(seen.items())[:_MOST_NAMED])
     rest = [name for name, _, _ in found[1:]]
     more = f"; also on {', '.join(rest[:_MOST_NAMED])}" + (" and more" if len(rest) > _MOST_NAMED else "")
     text = f"the replicas disagree on {item}: {said}, but {usual} on the others{more if rest else ''}; {remedy}"

@@ -156,7 +156,7 @@ def take_census(table: Sequence[Sequence[float]], judged: Judged, guarded: bool)
     """
     rows = [row[-NUMBERS:] for row in table]
     ended = tuple(rank for rank, row in enumerate(rows) if row[0] == _ENDED)
-    sick = {rank for rank, row in enumerate(rows) if row[0] == _SICK}
+    sick = {rank for rank, row in enumerate(rows) if _SICK <= row[0] < _WELL}
     if guarded and judged.given:
         suspect = {rank for rank, score in enumerate(judged.scores) if not math.isfinite(score)} | sick
         sick = suspect if len(suspect - set(ended)) < len(rows) - len(ended) else sick

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import LBFGS, Optimizer
 
 from hdet.agreement.agreement import Agreement, claim
@@ -39,6 +40,7 @@ def find_lr(
     factor: float | None = None,
     also: Sequence[Any] = (),
     process_group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> FoundRate:
     """The learning rate to train with, found in a few hundred steps from the initial weights, nearly whatever rate
     the optimizer has now. Collective: call it on every replica, before training and before `warm_init`.
@@ -67,6 +69,7 @@ def find_lr(
         factor: on sqrt(lo hi); by default 0.5, and 1.0 with an outer step of 1/2.
         also: further objects with `state_dict()` and `load_state_dict()` that steps change, such as samplers.
         process_group: the replicas; by default all ranks.
+        mesh: as in `hdet.Ensemble`, for sharded replicas.
 
     Raises:
         FindLRError: if the probe's loss is not finite or not positive, or does not fall at any rate.
@@ -84,11 +87,12 @@ def find_lr(
     >>> 0.03 < found.rate < 3
     True
     """
-    with Agreement("hdet.find_lr", process_group):
+    where = mesh or process_group
+    with Agreement("hdet.find_lr", where):
         factor = _check_factor(outer_step, factor)
         optimizers = _optimizers(optimizer)
         _check(probe, step_fn, also)
-        replicas = find_replicas(process_group)
+        replicas = find_replicas(where)
         bench = Bench(model, optimizers, step_fn, probe, also, replicas)
         given = {"outer_step": outer_step, "factor": factor, "probe": probe}
         claim(fingerprint(given, optimizers, model))

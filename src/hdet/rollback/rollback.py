@@ -247,7 +247,7 @@ class Keeper:
         """
         floating = [t for t in shared if t.is_floating_point()]
         sums = [t.sum(dtype=torch.promote_types(t.dtype, torch.float32)) for t in floating]
-        if sums and not bool(torch.stack([total.isfinite() for total in sums]).all()):
+        if not replicas.all_true(not sums or bool(torch.stack([total.isfinite() for total in sums]).all())):
             return
         self._shared = Snapshot(replicas) if self._shared is None else self._shared
         self._shared.save(shared)

@@ -6,7 +6,6 @@ mixed up with those of DDP or of a data loader.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -55,15 +54,18 @@ class Replicas:
     Attributes:
         rank: which replica this is, 0 to size - 1.
         size: how many there are; 1 where torch.distributed is not initialised.
+        group: their process group; None for all ranks.
         wrapping_broadcasts: whether wrapping a model to share gradients gives all replicas the first one's weights.
+        noun: what those are that `settle` and errors count.
     """
 
     wrapping_broadcasts = True
+    noun = "replica"
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.rank = 0
         self.size = 1
-        self._parent = process_group
+        self.group = process_group
         self._own: dist.ProcessGroup | None = None
         self._notes: Board | None = None
         self._failed = False
@@ -129,6 +131,13 @@ class Replicas:
         notes.write("lost", text)
         return LostReplicaError(text, lost)
 
+    def all_true(self, mine: bool) -> bool:
+        """Whether this holds for every part of the replicas; `mine` where none of them is sharded: all hold the same.
+
+        A collective of replicas that are sharded, and of no others.
+        """
+        return mine
+
     def gather(self, values: Tensor) -> list[list[float]]:
         """Every replica's float64 vector `values`, by replica: one collective, one read from the device."""
         if self.size == 1:
@@ -173,10 +182,10 @@ class Replicas:
     def close(self) -> None:
         """Give back the process group, if one was made. Not a collective."""
         if self._own is not None and dist.is_initialized():
-            if self._parent is None:
+            if self.group is None:
                 dist.destroy_process_group(self._own)
             else:
-                _idle.setdefault(self._parent, []).append(self._own)
+                _idle.setdefault(self.group, []).append(self._own)
         if self._notes is not None and dist.is_initialized() and not self._failed:  # others read why, later
             self._notes.close()
         self._own = self._notes = None
@@ -197,20 +206,20 @@ class Replicas:
 
     def _board(self) -> Board | None:
         """Where the replicas leave notes; None in a dry run on a fake group, where there is nobody else."""
-        parent = self._parent or dist.group.WORLD
+        parent = self.group or dist.group.WORLD
         return None if parent is None or dist.get_backend(parent) == "fake" else Board(parent)
 
     def _group(self) -> dist.ProcessGroup:
         if self._own is None:
-            parent = self._parent or dist.group.WORLD
+            parent = self.group or dist.group.WORLD
             assert parent is not None
             timeout = timedelta(seconds=group_timeout(parent))
-            if self._parent is None:
+            if self.group is None:
                 self._own = dist.new_group(timeout=timeout)
-            elif _idle.get(self._parent):
-                self._own = _idle[self._parent].pop()
+            elif _idle.get(self.group):
+                self._own = _idle[self.group].pop()
             else:
-                ranks: Sequence[int] = dist.get_process_group_ranks(self._parent)
+                ranks: Sequence[int] = dist.get_process_group_ranks(self.group)
                 self._own = dist.new_group(list(ranks), timeout, use_local_synchronization=True)
         assert self._own is not None
         return self._own
@@ -219,28 +228,6 @@ class Replicas:
 # Groups of our own, by the group that they are made of. If one were destroyed, torch would give its name to the next
 # one of the same ranks, which would then wait for the addresses that it finds under that name.
 _idle: dict[dist.ProcessGroup, list[dist.ProcessGroup]] = {}
-_here = threading.local()
-
-
-def find_replicas(process_group: dist.ProcessGroup | None = None) -> Replicas:
-    """The replicas that the caller is one of: those of `hdet.in_process`, or the ranks of the process group."""
-    seat: Replicas | None = getattr(_here, "seat", None)
-    return Replicas(process_group) if seat is None or process_group is not None else seat
-
-
-def is_first(process_group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the caller is the replica that writes files and talks to trackers."""
-    return find_replicas(process_group).rank == 0
-
-
-@contextmanager
-def seated(replicas: Replicas) -> Iterator[None]:
-    """Within it `find_replicas()` finds `replicas`, in this thread."""
-    _here.seat = replicas
-    try:
-        yield
-    finally:
-        _here.seat = None
 
 
 def weigh(flat: Tensor, rank: int, of: Sequence[int]) -> None:

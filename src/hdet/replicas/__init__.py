@@ -1,0 +1,21 @@
+"""Who the replicas are: the ranks of a process group, parts of a device mesh, or threads of one process.
+
+Nothing else in the library issues collectives.
+"""
+
+from hdet.replicas.find import Where, find_replicas, is_first, seated
+from hdet.replicas.group import LostReplicaError, Replicas, Travelling, collective_device, weigh
+from hdet.replicas.sharded import ShardedReplicas
+
+__all__ = [
+    "LostReplicaError",
+    "Replicas",
+    "ShardedReplicas",
+    "Travelling",
+    "Where",
+    "collective_device",
+    "find_replicas",
+    "is_first",
+    "seated",
+    "weigh",
+]

@@ -1,0 +1,95 @@
+"""Models that are sharded: what can be explored with them, and which part of a tensor is here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from hdet.replicas import ShardedReplicas, Where
+
+if TYPE_CHECKING:  # slow to import, and whoever has a DTensor has imported it
+    from torch.distributed.tensor import DTensor, Placement
+
+_ONE_MODEL = (
+    "{} parameters over the ranks: there is one model, so replicas cannot diverge. Wrap the model in "
+    "DistributedDataParallel instead, or shard within replicas: mesh = init_device_mesh(device, (replicas, shards), "
+    'mesh_dim_names=("replicate", "shard")); fully_shard(model, mesh=mesh); hdet.Ensemble(..., mesh=mesh)'
+)
+
+
+def part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: the tensor itself, or its part of a DTensor, which shares its memory."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor."""
+    return type(tensor) is not Tensor and type(tensor) is not nn.Parameter and is_a("DTensor", tensor)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether ranks hold parts of it."""
+    return is_dtensor(tensor) or getattr(tensor, "_fsdp_flattened", False) or is_a("FlatParameter", tensor)
+
+
+def is_a(class_name: str, thing: object) -> bool:
+    """Whether a class of that name is among its classes; its module need not be imported."""
+    return any(c.__name__ == class_name for c in type(thing).__mro__)
+
+
+def check_shards(
+    optimizers: Sequence[Optimizer],
+    model: nn.Module | None,
+    where: Where | None,
+    gradients: Literal["shared", "local"],
+) -> None:
+    """Raise where a model is sharded over what should be replicas, or its gradients are not shared as was said."""
+    parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    modules = list(model.modules()) if model is not None else []
+    if any(is_a("FullyShardedDataParallel", m) for m in modules) or any(
+        is_sharded(p) and not is_dtensor(p) for p in parameters
+    ):
+        raise ValueError(_ONE_MODEL.format("FullyShardedDataParallel shards the"))
+    spread = [p for p in parameters if is_dtensor(p)]
+    if not isinstance(where, DeviceMesh):
+        if spread:
+            raise ValueError(_ONE_MODEL.format("the optimizer holds DTensors, which spread the"))
+        return
+    members = set(ShardedReplicas(where).members)
+    crossing = [list(_crossing(p, members)) for p in spread]
+    if any(not placement.is_replicate() for row in crossing for placement in row):
+        raise ValueError(_ONE_MODEL.format("the optimizer holds DTensors, which spread the"))
+    _check_gradients(gradients, spread, crossing, modules)
+
+
+def _crossing(p: DTensor, members: Iterable[int]) -> Iterator[Placement]:
+    """How `p` is placed along those dimensions of its mesh that reach other replicas."""
+    mesh = p.device_mesh
+    for dim, placement in enumerate(p.placements):
+        if not set(dist.get_process_group_ranks(mesh.get_group(dim))) <= set(members):
+            yield placement
+
+
+def _check_gradients(
+    gradients: str, spread: Sequence[DTensor], crossing: Sequence[Sequence[Placement]], modules: Sequence[nn.Module]
+) -> None:
+    sharing = any(crossing) or any(hasattr(m, "require_backward_grad_sync") for m in modules)
+    if gradients == "local" and any(crossing):
+        raise ValueError(
+            "the model is placed on the whole mesh, whose replicas then share their gradients at every step; for "
+            'gradients="local" shard it within replicas only: fully_shard(model, mesh=mesh["shard"])'
+        )
+    if gradients == "shared" and spread and not sharing:
+        raise ValueError(
+            "nothing shares the gradients of different replicas: the model is placed on a part of the mesh. Write "
+            'fully_shard(model, mesh=mesh) with the whole of it, or Ensemble(..., gradients="local")'
+        )
