@@ -21,8 +21,9 @@ def save(path, parts, key):
 
 def resume(path, key=None):
     parts = saved_run.parts()
-    model, optimizer = get_state_dict(parts["model"], parts["optimizer"])
     loaded = hdet.load(path, {"scheduler": parts["scheduler"], "ensemble": parts["ensemble"]})
+    with parts["ensemble"].saving():
+        model, optimizer = get_state_dict(parts["model"], parts["optimizer"])
     state = {"model": model, "optimizer": optimizer}
     dcp.load({key or hdet.replica_key(parts["ensemble"]): state}, checkpoint_id=f"{path}/{loaded.values['sharded']}")
     set_state_dict(

@@ -44,6 +44,18 @@ def test_find_lr():
     assert "Warning" not in done.stderr
 
 
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+def test_fsdp2(gradients):
+    torchrun = BIN / "torchrun", "--standalone", "--nproc-per-node", "4"
+    done = call(*torchrun, "examples/fsdp2.py", "--steps", "40", "--gradients", gradients)
+    lines = sorted(done.stdout.splitlines())
+    assert [line.partition(",")[0] for line in lines] == [f"rank {r}: replica {r // 2}" for r in range(4)]
+    assert all("64 of 128 rows" in line for line in lines)
+    losses = {line.rpartition(" ")[2] for line in lines}
+    assert len(losses) == 1  # after the last step all replicas are one model
+    assert float(losses.pop()) < 2.0  # guessing: 2.3
+
+
 def elastic(folder, replicas, *options):
     torchrun = BIN / "torchrun", "--standalone", "--nproc-per-node", str(replicas)
     return call(*torchrun, *options[:2], "examples/elastic.py", "--folder", folder, "--steps", "60", *options[2:])

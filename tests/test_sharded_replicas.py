@@ -1,15 +1,20 @@
 """FSDP2 within replicas: 2 x 2 ranks against one process in float64, and what is refused."""
 
+import copy
 import math
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from processes import run
 from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hdet
 
@@ -86,6 +91,8 @@ def sharded_run(gradients):
     with ensemble.consensus():
         consensus = weights(model)
     assert weights(model) == mid
+    with pytest.raises(ValueError, match="join\\(\\) is for whole replicas"), ensemble.join():
+        pass
     seen = (ensemble.multipliers["learning_rate"], ensemble.scales["learning_rate"], list(records[0].scores))
     ensemble.finish()
     ensemble.close()
@@ -164,6 +171,7 @@ def test_two_replicas_of_two_ranks_are_as_in_one_process(gradients):
         assert close_to(at_mid, mid[rank // 2])
         assert close_to(consensus, last)
         assert close_to(final, last)
+    # and within a round the replicas differ
     assert any(
         not math.isclose(a, b, abs_tol=1e-5)
         for a, b in zip(*(torch.tensor(results[r][1][0]).flatten() for r in (0, 2)), strict=True)
@@ -178,3 +186,177 @@ def dealt(number):
         return ensemble.multipliers["learning_rate"]
 
     return tuple(hdet.in_process(see, 2))
+
+
+def save(path, parts):
+    model, optimizer, schedule, ensemble = parts
+    with ensemble.saving():
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save({hdet.replica_key(ensemble): state}, checkpoint_id=f"{path}/sharded")
+    hdet.save(path, {"scheduler": schedule, "ensemble": ensemble, "sharded": "sharded"})
+
+
+def load(path, parts):
+    model, optimizer, schedule, ensemble = parts
+    loaded = hdet.load(path, {"scheduler": schedule, "ensemble": ensemble})
+    with ensemble.saving():
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load({hdet.replica_key(ensemble): state}, checkpoint_id=f"{path}/{loaded.values['sharded']}")
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def resumed(path, at, gradients):
+    whole_run = start(gradients, total_steps=STEPS, outer_step=0.5)
+    train(whole_run, range(at))
+    save(path, whole_run)
+    after = train(whole_run, range(at, STEPS))
+    again = start(gradients, total_steps=STEPS, outer_step=0.5)
+    load(path, again)
+    key = hdet.replica_key(again[3])
+    assert train(again, range(at, STEPS)) == after
+    assert weights(again[0]) == weights(whole_run[0])
+    for parts in (whole_run, again):
+        parts[3].close()
+    return key
+
+
+def resumes(path):
+    """At a round's end, and in mid-round: one key for all, and one for each replica."""
+    return [resumed(f"{path}/{at}{how}", at, how) for at, how in ((4, "shared"), (6, "shared"), (6, "local"))]
+
+
+def test_a_run_resumes_from_torchs_distributed_checkpoint_bit_for_bit(tmp_path):
+    first, _, second, _ = run(resumes, 4, str(tmp_path))
+    assert first == ["consensus", "replica-0-of-2", "replica-0-of-2"]
+    assert second == ["consensus", "replica-1-of-2", "replica-1-of-2"]
+
+
+def recovers():
+    events = []
+    parts = start("shared", rollback=hdet.Rollback(window=4, every=1), on_round=[lambda r: events.extend(r.events)])
+    kept = {}
+    for step in (0, 4):
+        train(parts, range(step, step + 4))
+        kept[step + 4] = weights(parts[0])
+    if dist.get_rank() == 1:  # one part of one replica
+        with torch.no_grad():
+            next(parts[0].parameters()).to_local().fill_(math.nan)
+    train(parts, range(8, 12))
+    now = weights(parts[0])
+    return events, [step for step, then in kept.items() if then == now]
+
+
+def test_all_parts_of_all_replicas_go_back_together():
+    results = run(recovers, 4)
+    assert all(result == results[0] for result in results)
+    (step,) = results[0][1]
+    assert f"rolled back at step 12 to the weights of step {step}" in results[0][0][-1]
+
+
+def tensor_parallel():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    plain = copy.deepcopy(model)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    results = []
+    for net, options in ((model, {"mesh": mesh}), (plain, {"process_group": mesh.get_group("dp_replicate")})):
+        optimizer = optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        ensemble = hdet.Ensemble(
+            optimizer, [hdet.learning_rate(optimizer, spread=0.5)], interval=3, total_steps=7, model=net,
+            gradients="local", **options,
+        )  # fmt: skip
+        for step in range(7):
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * step + mesh.get_local_rank(0))).double()
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ensemble.step(loss)
+        results.append(weights(net))
+        ensemble.close()
+    return results
+
+
+def test_tensor_parallel_replicas_are_as_whole_ones():
+    for ours, expected in run(tensor_parallel, 4):
+        for a, b in zip(ours, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=0, atol=1e-9)
+
+
+def finds():
+    mesh = make_mesh()
+    model = shard(network(), mesh)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    before = weights(model)
+    probe = hdet.Probe([(x, x) for x in batch(0, 9).repeat(8, 1)], lambda m, b: loss_of(m, b[0]), size=32)
+
+    def step(index):
+        loss_of(model, batch(index % 5, dist.get_rank())).backward()
+
+    found = hdet.find_lr(model, optimizer, step, probe=probe, mesh=mesh)
+    assert weights(model) == before
+    return found.rate
+
+
+@pytest.mark.soak
+def test_the_rate_is_found_by_all_ranks_together():
+    rates = run(finds, 4)
+    assert rates == [rates[0]] * 4
+    assert 1e-3 < rates[0] < 1
+
+
+def refused(kind):
+    mesh = make_mesh()
+    model = network()
+    options = {"gradients": "shared", "mesh": mesh}
+    if kind == "one dimension":
+        options["mesh"] = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+        shard(model, options["mesh"])
+    elif kind == "no mesh":
+        shard(model, mesh)
+        options["mesh"] = None
+    elif kind == "not shared":
+        shard(model, mesh["shard"])
+    elif kind == "not local":
+        shard(model, mesh)
+        options["gradients"] = "local"
+    elif kind == "guard":
+        shard(model, mesh)
+        options["guard"] = True
+    elif kind == "both":
+        shard(model, mesh)
+        options["process_group"] = mesh.get_group("replicate")
+    elif kind == "no mesh at all":
+        options["mesh"] = (2, 2)
+    elif kind == "one rank":
+        shard(model, mesh)
+        options["seed"] = 7 if dist.get_rank() == 3 else 0
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    try:
+        hdet.Ensemble(optimizer, interval=5, model=model, **options)
+    except (ValueError, TypeError) as error:
+        return str(error)
+
+
+REFUSED = {
+    "one dimension": 'there is one model, so replicas cannot diverge.*mesh_dim_names=\\("replicate", "shard"\\)',
+    "no mesh": r"hdet\.Ensemble\(\.\.\., mesh=mesh\)",
+    "not shared": r"nothing shares the gradients of different replicas.*fully_shard\(model, mesh=mesh\)",
+    "not local": r'fully_shard\(model, mesh=mesh\["shard"\]\)',
+    "guard": "guard=True needs whole gradients on every rank",
+    "both": "give one of them",
+    "no mesh at all": "mesh must be a DeviceMesh, got \\(2, 2\\)",
+    "one rank": "the replicas disagree on seed: 7 on rank 3, but 0 on the others",
+}
+
+
+def refusals():
+    return {kind: refused(kind) for kind in REFUSED}
+
+
+def test_what_cannot_work_is_refused_on_every_rank():
+    results = run(refusals, 4)
+    for kind, words in REFUSED.items():
+        for result in results:
+            assert re.search(words, result[kind] or ""), (kind, result[kind])

@@ -325,6 +325,8 @@ class Ensemble:
         """
         self._start()
         replicas = self.replicas
+        if replicas.ranks is not replicas:
+            raise ValueError("join() is for whole replicas: the ranks of a sharded one must take every step together")
         if replicas.size == 1:
             yield
             return
@@ -464,14 +466,19 @@ class Ensemble:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Within it each replica saves or loads its own state: `model.state_dict()` does not warn in mid-round."""
+        """Within it each replica saves or loads its own state.
+
+        `model.state_dict()` does not warn in mid-round, and steps of the optimizer are not counted:
+        torch.distributed.checkpoint takes one of length 0 to make its state.
+        """
         if self._in_consensus:
             raise RuntimeError(
                 "inside consensus() the model holds the average, which is no state of a replica; leave it first"
             )
         self._saving = True
         try:
-            yield
+            with self._fan_out.away():
+                yield
         finally:
             self._saving = False
 

@@ -6,7 +6,8 @@ Between steps the groups hold the base, so schedulers, loggers and checkpoints n
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -80,6 +81,7 @@ class FanOut:
         prepare: Callable[[], None],
     ) -> None:
         self.ready = False
+        self._away = False
         _check_alone(optimizers, hyperparameters)
         self._optimizers = tuple(optimizers)
         self._hyperparameters = tuple(hyperparameters)
@@ -121,6 +123,15 @@ class FanOut:
         """Whether replicas differ in this place of the optimizer's groups."""
         return any(h.place == place and h.diverges and optimizer in h.optimizers for h in self._hyperparameters)
 
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Within it steps are none of the run's: torch takes one of length 0 to make an optimizer's state."""
+        before, self._away = self._away, True
+        try:
+            yield
+        finally:
+            self._away = before
+
     def restore(self) -> None:
         """Put every base back, should a step that raised have left a value behind."""
         for watched in self._watched.values():
@@ -132,6 +143,8 @@ class FanOut:
         self._hooks.remove()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArgs | None:
+        if self._away:
+            return None
         if not self.ready:
             self._prepare()
         watched = self._watched[id(optimizer)]
@@ -145,6 +158,8 @@ class FanOut:
         return _with_closure(args, kwargs, watched.restore)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._away:
+            return
         watched = self._watched[id(optimizer)]
         watched.depth -= 1
         if watched.depth <= 0:

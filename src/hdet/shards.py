@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # slow to import, and whoever has a DTensor has imported it
     from torch.distributed.tensor import DTensor, Placement
 
 _ONE_MODEL = (
-    "{} parameters over the ranks: there is one model, so replicas cannot diverge. Wrap the model in "
-    "DistributedDataParallel instead, or shard within replicas: mesh = init_device_mesh(device, (replicas, shards), "
+    "{} parameters over the ranks: there is one model, so replicas cannot diverge. Use spread 0, wrap the model in "
+    "DistributedDataParallel instead, or shard it within replicas: mesh = init_device_mesh(device, (replicas, shards), "
     'mesh_dim_names=("replicate", "shard")); fully_shard(model, mesh=mesh); hdet.Ensemble(..., mesh=mesh)'
 )
 

@@ -19,12 +19,12 @@ _MOST_CHARACTERS = 2000  # of an error that is sent
 @contextmanager
 def replicas_of(ensemble: Ensemble | None, process_group: dist.ProcessGroup | None) -> Iterator[Replicas]:
     """Who saves and loads together: by default the ensemble's replicas, or all ranks."""
-    replicas = None if process_group is not None or ensemble is None else ensemble.replicas
+    replicas = None if process_group is not None or ensemble is None else ensemble.replicas.ranks
     replicas = replicas or find_replicas(process_group)
     try:
         yield replicas
     finally:
-        if ensemble is None or ensemble.replicas is not replicas:  # before the first step it has none to keep
+        if ensemble is None or ensemble.replicas.ranks is not replicas:  # before the first step it has none to keep
             replicas.close()
 
 

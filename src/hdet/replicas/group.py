@@ -131,6 +131,11 @@ class Replicas:
         notes.write("lost", text)
         return LostReplicaError(text, lost)
 
+    @property
+    def ranks(self) -> Replicas:
+        """Everybody who holds something of the run: the replicas themselves, or all parts of sharded ones."""
+        return self
+
     def all_true(self, mine: bool) -> bool:
         """Whether this holds for every part of the replicas; `mine` where none of them is sharded: all hold the same.
 

@@ -53,6 +53,11 @@ class ShardedReplicas(Replicas):
         """Of all ranks: see `Replicas`."""
         return self._whole.explain(error, began)
 
+    @property
+    def ranks(self) -> Replicas:
+        """All ranks of the mesh."""
+        return self._whole
+
     def all_true(self, mine: bool) -> bool:
         """Whether this holds on every rank. Collective."""
         return all(row[0] for row in self._whole.gather(torch.tensor([float(mine)], device=self._device)))
