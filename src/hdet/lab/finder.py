@@ -21,6 +21,7 @@ from hdet.lab.tables import table
 from hdet.lab.tasks import Task
 
 _SHOWN_EVERY = 10  # steps
+_OUTER_HALF = 1.0  # find_lr's factor with an outer step of 1/2
 
 
 def find_rate(options: RunOptions, folder: str | Path) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def show(result: dict[str, Any], folder: Path) -> str:
 def _result(options: RunOptions, peak_lr: float, found: FoundRate) -> dict[str, Any]:
     copied = {name: getattr(options, name) for name in ("task", "size", "seed", "replicas", "optimizer")}
     middle = math.sqrt(found.interval[0] * found.interval[1])
-    other = {"peak_lr": peak_lr, "rate_outer_half": 1.5 * middle}
+    other = {"peak_lr": peak_lr, "rate_outer_half": _OUTER_HALF * middle}
     result: dict[str, Any] = plain({**copied, **other, **plain(found)})
     return result
 
