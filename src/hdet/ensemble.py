@@ -148,7 +148,7 @@ class Ensemble:
         self._found: FoundRate | None = None
         self._assemble(tuple(also), start_step)
         self._attach()
-        self._agreed = self.replicas.size > 1
+        self._agreed = self.replicas.ranks.size > 1
         claim(self._claims(), undo=self.close)
 
     def _assemble(self, also: Sequence[nn.Module | Tensor], start_step: int) -> None:
@@ -524,7 +524,7 @@ class Ensemble:
         if self.closed:
             raise RuntimeError("this ensemble is closed; make a new one to go on exploring")
         if self._rounds.start():
-            if not self._agreed and self.replicas.size > 1:  # there were no replicas yet when it was made
+            if not self._agreed and self.replicas.ranks.size > 1:  # there were no replicas yet when it was made
                 settle(self.replicas, "the first step of hdet.Ensemble", self._claims())
                 self._agreed = True
             self._begin_round()

@@ -56,7 +56,7 @@ class Agreement:
         if error is not None and not isinstance(error, Exception):
             return
         replicas = find_replicas(self._where)
-        if replicas.size > 1:
+        if replicas.ranks.size > 1:
             try:
                 settle(replicas, self._call, self.claims, error)
             except Exception:
