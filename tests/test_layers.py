@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "checks": {
         "arguments", "assignment", "controllers", "hyperparameters", "local_gradients", "probe", "rollback",
     },
-    "no_effect": {"controllers"},
+    "no_effect": {"controllers", "outer_step"},
     "ensemble": {
         "agreement", "arguments", "assignment", "checks", "controllers", "converge", "gradient_guard", "guard", "hooks",
         "hyperparameters", "joining", "judge", "local_gradients", "no_effect", "outer_step", "probe", "quarantine",
@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "checkpoint": {"arguments", "ensemble", "hooks", "replicas", "restore"},
     "one_cycle": {
         "agreement", "arguments", "assignment", "controllers", "ensemble", "hooks", "hyperparameters", "no_effect",
-        "range_test", "record", "rollback", "score",
+        "outer_step", "range_test", "record", "rollback", "score",
     },
 }  # fmt: skip
 

@@ -36,7 +36,7 @@ from hdet.hyperparameters.in_groups import InGroups, learning_rate
 from hdet.joining import joined
 from hdet.judge import AnyProbe, Judge, Judged
 from hdet.local_gradients import Gradients, LocalGradients
-from hdet.outer_step import OuterStep
+from hdet.outer_step import Nesterov, OuterStep
 from hdet.probe.probe import Probe
 from hdet.quarantine import Census, Statistics, condition, ended, restore_state, take_census
 from hdet.range_test.find_lr import find_lr
@@ -75,8 +75,10 @@ class Ensemble:
             that depend on the number alone.
         gradients: "shared", as DDP does at every step, or "local": replicas train on their own between converges and
             send nothing. Needed by what acts before gradients are shared (dropout, label smoothing).
-        outer_step: how much of a round's way is taken when it ends, in (0, 1]; see `hdet.outer_step`. The last round's
-            is taken whole. By default what the controller wants, which mostly is 1.
+        outer_step: how much of a round's way is taken when it ends, in (0, 1], or an `hdet.Nesterov`; see
+            `hdet.outer_step`. The last round's is taken whole. By default what the controller wants, which mostly is 1.
+        average_state: average the optimizer state of local gradients too. False: each replica keeps its own, which
+            saves two thirds of the traffic with Adam; it is averaged once, when the run ends.
         design: how slots are dealt to several hyperparameters: "permutations", "orthogonal" or "turns"; by default
             what the controller wants.
         rollback: what to do when the run diverges: an `hdet.Rollback`; None to do nothing. Needs the losses, and one
@@ -122,7 +124,8 @@ class Ensemble:
         controller: Controller | None = None,
         probe: AnyProbe | None = None,
         gradients: Gradients = "shared",
-        outer_step: float | None = None,
+        outer_step: float | Nesterov | None = None,
+        average_state: bool = True,
         design: Design | None = None,
         rollback: Rollback | None = None,
         guard: bool = False,
@@ -159,7 +162,10 @@ class Ensemble:
         self.design = checks.check_design(design or self._plan.design)
         self.seed = seed
         self._model = model
-        self._tensors = Tensors(self._optimizers, model, tuple(also), self._hyperparameters, self._local)
+        self._own_state = checks.check_average_state(average_state, gradients)
+        self._tensors = Tensors(
+            self._optimizers, model, tuple(also), self._hyperparameters, self._local, self._own_state
+        )
         self._on_round = tuple(on_round)
 
         self._steering = Steering(controller, names, act, checks.check_limits(limits))
@@ -174,7 +180,7 @@ class Ensemble:
         self._guarded, self._atomic = bool(guard), bool(atomic)
         self.last_checkpoint: str | None = None
         self._outer = OuterStep(self._plan.outer_step if outer_step is None else outer_step)
-        no_effect.warn_of_outer_step(self._outer.amount, self.interval, total_steps)
+        no_effect.warn_of_outer_step(self._outer, self.interval, total_steps)
         self._judge = Judge(probe, model)
         self._probe, self._process_group = probe, process_group
         self._found: FoundRate | None = None
@@ -223,7 +229,8 @@ class Ensemble:
         return {
             "seed": self.seed, "interval": self.interval, "total_steps": self.total_steps, "act": self._steering.act,
             "controller": plain(controller), "gradients": "local" if self._local else "shared",
-            "outer_step": self._outer.amount, "design": self.design, "probe": self._judge.probes,
+            "outer_step": plain(self._outer.given), "average_state": not self._own_state, "design": self.design,
+            "probe": self._judge.probes,
             "rollback": None if keeper is None else plain(keeper.rollback), "guard": self._guarded,
             "limits": plain(self._steering.limits), "atomic": self._atomic,
         }  # fmt: skip
@@ -309,8 +316,8 @@ class Ensemble:
         checks.check_all_rates(self._hyperparameters, self._optimizers)
         with self._switch.sharing(self.replicas.size):
             found = find_lr(
-                self._model, self._optimizers, step_fn, probe=self._probe, outer_step=self._outer.amount, also=also,
-                process_group=self._process_group,
+                self._model, self._optimizers, step_fn, probe=self._probe, outer_step=min(self._outer.gain, 1.0),
+                also=also, process_group=self._process_group,
             )  # fmt: skip
         self._found = found
         if self._steering.act:
@@ -333,7 +340,7 @@ class Ensemble:
         self._start()
         if self._rounds.at.finished:
             return
-        self._outer.forget()  # the last round's way is taken whole
+        self._outer.reset()  # the last round's way is taken whole
         records = []
         self._finishing = True
         try:
@@ -343,6 +350,8 @@ class Ensemble:
                 records.append(self._unjudged())
         finally:
             self._finishing = False
+        if self._own_state and not self._rounds.at.finished:
+            self._average_own_state()
         self._rounds.finish()
         self._switch.restore()
         self._values.set(self.scales, self._rounds.multipliers)
@@ -385,6 +394,7 @@ class Ensemble:
         if replicas.size == 1:
             yield
             return
+        self._outer.check_join(self._rounds.diverges)
         self._joining, self._stepped_at = True, time.monotonic()
         replicas.arrive(f"step {self._rounds.at.step}")
         try:
@@ -431,6 +441,11 @@ class Ensemble:
         return begun and not at.finished and self._rounds.diverges
 
     @property
+    def replicas_differ(self) -> bool:
+        """Whether what replicas hold is their own: weights in mid-round, and optimizer state that is not averaged."""
+        return self.mid_round or (self._own_state and self._rounds.at.step > 0 and not self._rounds.at.finished)
+
+    @property
     def progress(self) -> dict[str, int | bool]:
         """Where the run is: optimizer steps taken, rounds ended, steps of this round, and the like."""
         return self._rounds.state_dict()
@@ -464,7 +479,7 @@ class Ensemble:
             "progress": self._rounds.state_dict(),
             "controller": self._steering.state_dict(),
         }
-        if self.mid_round:
+        if self.replicas_differ:
             replicas = self.replicas
             state["mid_round"] = {"replica": replicas.rank, "replicas": replicas.size}
         if self._rounds.at.step_in_round > 0:
@@ -472,9 +487,7 @@ class Ensemble:
         state["bases"] = self._values.state_dict()
         if self._keeper is not None:
             state["alarm"] = dict(self._keeper.state)
-        if self._opened and self._rounds.at.step_in_round > 0:
-            state["outer_step"] = self._outer.state_dict()
-        return state
+        return state | self._outer.state_dict(begun=self._opened and self._rounds.at.step_in_round > 0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from `state_dict()`. Load weights after wrapping the model in DDP, which broadcasts rank 0's.
@@ -493,7 +506,7 @@ class Ensemble:
         if "judge" in state_dict:
             self._judge.load_state_dict(state_dict["judge"])
         self._rounds.load_state_dict(state_dict["progress"])
-        self._outer.load_state_dict(state_dict.get("outer_step", []), self._tensors.parameters())
+        self._outer.load_state_dict(state_dict, self._tensors.parameters())
         self._values.load_state_dict(state_dict["bases"])
         if self._keeper is not None:
             self._keeper.state = dict(state_dict.get("alarm", self._keeper.state))
@@ -526,7 +539,7 @@ class Ensemble:
     def start_from(self, step: int) -> None:
         """Go on at `step` without a saved state: a new controller, the same weights on all replicas."""
         self._judge.reset()
-        self._outer.forget()
+        self._outer.reset()
         self._rounds.start_from(step)
         self._steering.reset()
         self._resume()
@@ -686,6 +699,14 @@ class Ensemble:
         elif self._keeper is None:
             self._despair(f"the loss of every replica is {judged.scores[0]}", self._tensors.weights())
 
+    def _average_own_state(self) -> None:
+        """When the run ends: plain training with shared gradients may follow, which needs equal state."""
+        state = self._tensors.own_state()
+        layout = torch.tensor([averaging.layout(state)], dtype=torch.float64, device=self._device(state))
+        same = guard.Claim("the optimizer state", "every replica must have taken a step", float(layout))
+        guard.check_agreement(self.replicas.gather(layout), [same])
+        averaging.average(state, self.replicas, atomic=self._atomic)
+
     def _tell_skipped(self) -> tuple[str, ...]:
         """The events of a round in which all replicas did the same; a warning too, as there may be no record of it."""
         if not self._guarded or not bool(self._guard.skipped):
@@ -735,7 +756,7 @@ class Ensemble:
         """Put the best consensus back and go on from there with lower learning rates."""
         assert self._keeper is not None
         self._keeper.put_back(*self._tensors.kept())
-        self._outer.forget()
+        self._outer.reset()
         self._rounds.at.equal = True
         cut = self._keeper.rollback.cut
         record = self._control(False, judged, time.perf_counter() - began - self._judge.seconds_at_end)
