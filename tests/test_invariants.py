@@ -115,13 +115,20 @@ VARIANTS = {
         joint(o, s),
         {"controller": hdet.Softmax(temperature=0.1), "guard": True, "atomic": True},
     ),
+    "outer momentum": lambda o, m, s: (joint(o, s), {"gradients": "local", "outer_step": hdet.Nesterov()}),
+    "own state": lambda o, m, s: (
+        joint(o, s),
+        {"gradients": "local", "outer_step": hdet.Nesterov(0.5, 0.5), "average_state": False},
+    ),
     "local gradients": lambda o, m, s: (
         [*joint(o, s), hdet.attribute(m.module, "heat", spread=s)],
         {"controller": hdet.Slope(), "gradients": "local"},
     ),
 }
-PLAIN_WITHOUT_SPREAD = set(VARIANTS) - {"outer step", "rollback", "local gradients", "local and guarded"}
-MOVES = set(VARIANTS) - {"local and guarded"}  # has a controller that moves something
+PLAIN_WITHOUT_SPREAD = {
+    "softmax", "line search", "auto, decay and momentum", "slopes, orthogonal", "guarded",
+}  # fmt: skip
+MOVES = set(VARIANTS) - {"local and guarded", "outer momentum", "own state"}  # has a controller that moves something
 
 
 def same(ours, theirs):
@@ -165,8 +172,12 @@ def check_rounds(optimizer, scheduler, plain, variant="softmax"):
         training.step(step - 1)
         weights = [p.detach() for p in training.model.parameters() if p.requires_grad]
         if step in ROUND_ENDS:
+            own = variant == "own state" and step < STEPS  # equal weights; the state is averaged when the run ends
+            held = [*weights, *training.model.buffers()] if own else training.tensors()
             assert not training.ensemble.mid_round
-            assert equal_on_all_ranks(training.tensors()), f"replicas differ at the end of a round, step {step}"
+            assert training.ensemble.replicas_differ == own
+            assert equal_on_all_ranks(held), f"replicas differ at the end of a round, step {step}"
+            assert equal_on_all_ranks(training.tensors()) == (not own)
         else:
             assert training.ensemble.mid_round
             assert not equal_on_all_ranks(weights), f"replicas are equal within a round, step {step}"

@@ -195,6 +195,8 @@ def test_the_demo_ends_in_three_rows_and_pictures(tmp_path, capsys, monkeypatch)
         (["digits", "--controller", "slope", "--gradients", "local", "--dropout", "0.1", "--label-smoothing", "0.1",
           "--explore", "dropout=0.2,label_smoothing=0.2"], {"dropout", "label_smoothing"}),
         (["digits", "--optimizer", "sgd", "--explore", "momentum=0.2", "--controller", "slope"], {"momentum"}),
+        (["text", "--controller", "fixed", "--outer-momentum", "0.9", "--gradients", "local", "--no-average-state"],
+         {"learning_rate"}),
         (["flights", "--controller", "fixed", "--outer-step", "0.5", "--gradients", "local"],
          {"learning_rate/embedding", "learning_rate/no_decay", "learning_rate/dense"}),
     ],

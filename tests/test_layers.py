@@ -45,7 +45,7 @@ MAY_IMPORT = {
         "arguments", "assignment", "controllers", "hyperparameters", "local_gradients", "probe", "replicas", "rollback",
         "shards",
     },
-    "no_effect": {"controllers"},
+    "no_effect": {"controllers", "outer_step"},
     "settings": {
         "agreement", "arguments", "assignment", "checks", "controllers", "hooks", "hyperparameters", "judge",
         "local_gradients", "no_effect", "outer_step", "probe", "replicas", "rollback", "shards",
@@ -60,7 +60,7 @@ MAY_IMPORT = {
     "checkpoint": {"arguments", "ensemble", "hooks", "replicas", "restore"},
     "one_cycle": {
         "agreement", "arguments", "assignment", "controllers", "ensemble", "hooks", "hyperparameters", "no_effect",
-        "range_test", "record", "rollback", "score",
+        "outer_step", "range_test", "record", "rollback", "score",
     },
 }  # fmt: skip
 

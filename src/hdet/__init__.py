@@ -15,6 +15,7 @@ from hdet.hyperparameters.in_groups import learning_rate, momentum, weight_decay
 from hdet.in_process import ReplicaError, data_parallel, in_process
 from hdet.json_lines import JSONLines, read_records
 from hdet.one_cycle import OneCycleAutoLR
+from hdet.outer_step import Nesterov
 from hdet.probe.probe import Probe
 from hdet.progress import Progress, describe
 from hdet.range_test.find_lr import FindLRError, find_lr
@@ -41,6 +42,7 @@ __all__ = [
     "Limits",
     "LineSearch",
     "LostReplicaError",
+    "Nesterov",
     "Observation",
     "OneCycleAutoLR",
     "Plan",

@@ -183,6 +183,18 @@ def check_gradients(
         )
 
 
+def check_average_state(average_state: object, gradients: Gradients) -> bool:
+    """Whether each replica keeps its own optimizer state."""
+    if not isinstance(average_state, bool):
+        raise TypeError(f"average_state must be True or False, got {average_state!r}; write average_state=False")
+    if not average_state and gradients != "local":
+        raise ValueError(
+            "average_state=False is for local gradients: with shared ones the state is equal, or must be; write "
+            'gradients="local", or leave it out'
+        )
+    return not average_state
+
+
 def check_buffers(explored: Sequence[Hyperparameter], model: nn.Module | None) -> None:
     """Raise if DDP would overwrite explored buffers by the first replica's."""
     held = [h.name for h in explored if isinstance(h, InForward) and h.tensors()]

@@ -36,7 +36,7 @@ from hdet.joining import Joining, joined
 from hdet.judge import AnyProbe, Judge, Judged
 from hdet.local_gradients import Gradients, LocalGradients
 from hdet.meeting import Meeting
-from hdet.outer_step import OuterStep
+from hdet.outer_step import Nesterov, OuterStep
 from hdet.probe.probe import Probe
 from hdet.range_test.find_lr import find_lr
 from hdet.range_test.found_rate import FoundRate
@@ -74,8 +74,10 @@ class Ensemble:
             that depend on the number alone.
         gradients: "shared", as DDP does at every step, or "local": replicas train on their own between converges and
             send nothing. Needed by what acts before gradients are shared (dropout, label smoothing).
-        outer_step: how much of a round's way is taken when it ends, in (0, 1]; see `hdet.outer_step`. The last round's
-            is taken whole. By default what the controller wants, which mostly is 1.
+        outer_step: how much of a round's way is taken when it ends, in (0, 1], or an `hdet.Nesterov`; see
+            `hdet.outer_step`. The last round's is taken whole. By default what the controller wants, which mostly is 1.
+        average_state: average the optimizer state of local gradients too. False: each replica keeps its own, which
+            saves two thirds of the traffic with Adam; it is averaged once, when the run ends.
         design: how slots are dealt to several hyperparameters: "permutations", "orthogonal" or "turns"; by default
             what the controller wants.
         rollback: what to do when the run diverges: an `hdet.Rollback`; None to do nothing. Needs the losses, and one
@@ -122,7 +124,8 @@ class Ensemble:
         controller: Controller | None = None,
         probe: AnyProbe | None = None,
         gradients: Gradients = "shared",
-        outer_step: float | None = None,
+        outer_step: float | Nesterov | None = None,
+        average_state: bool = True,
         design: Design | None = None,
         rollback: Rollback | None = None,
         guard: bool = False,
@@ -139,8 +142,9 @@ class Ensemble:
     ) -> None:
         self._settings = read_settings(
             optimizer, hyperparameters, total_steps=total_steps, interval=interval, controller=controller, probe=probe,
-            gradients=gradients, outer_step=outer_step, design=design, rollback=rollback, guard=guard, limits=limits,
-            atomic=atomic, act=act, model=model, process_group=process_group, mesh=mesh, seed=seed,
+            gradients=gradients, outer_step=outer_step, average_state=average_state, design=design, rollback=rollback,
+            guard=guard, limits=limits, atomic=atomic, act=act, model=model, process_group=process_group, mesh=mesh,
+            seed=seed,
         )  # fmt: skip
         checks.check_followers(also, on_round)
         checks.check_start_step(start_step)
@@ -155,7 +159,7 @@ class Ensemble:
         """Make the parts; each of them holds what it needs of the others."""
         given = self._settings
         explorable, local, plan = given.hyperparameters, given.local, given.plan
-        self._tensors = Tensors(given.optimizers, given.model, also, explorable, local)
+        self._tensors = Tensors(given.optimizers, given.model, also, explorable, local, not given.average_state)
         self._steering = Steering(given.controller, [h.name for h in explorable], given.act, given.limits)
         self._rounds = Rounds(
             explorable, given.interval, given.total_steps, given.seed, given.where,
@@ -252,8 +256,8 @@ class Ensemble:
         checks.check_all_rates(given.hyperparameters, given.optimizers)
         with self._switch.sharing(self.replicas.size):
             found = find_lr(
-                given.model, given.optimizers, step_fn, probe=given.probe, outer_step=given.outer_step, also=also,
-                **given.group_or_mesh,
+                given.model, given.optimizers, step_fn, probe=given.probe, outer_step=min(self._outer.gain, 1.0),
+                also=also, **given.group_or_mesh,
             )  # fmt: skip
         self._found = found
         if given.act:
@@ -276,7 +280,7 @@ class Ensemble:
         self._start()
         if self._rounds.at.finished:
             return
-        self._outer.forget()  # the last round's way is taken whole
+        self._outer.reset()  # the last round's way is taken whole
         records = []
         self._finishing = True
         try:
@@ -286,6 +290,8 @@ class Ensemble:
                 records.append(self._unjudged())
         finally:
             self._finishing = False
+        if not self._rounds.at.finished:
+            self._meeting.average_own_state()
         self._rounds.finish()
         self._switch.restore()
         self._values.set(self.scales, self._rounds.multipliers)
@@ -325,11 +331,12 @@ class Ensemble:
         """
         self._start()
         replicas = self.replicas
-        if replicas.ranks is not replicas:
+        if replicas.sharded:
             raise ValueError("join() is for whole replicas: the ranks of a sharded one must take every step together")
         if replicas.size == 1:
             yield
             return
+        self._outer.check_join(self._rounds.diverges)
         replicas.arrive(f"step {self._rounds.at.step}")
         with self._joining.within(replicas):
             if self._settings.local:
@@ -395,6 +402,12 @@ class Ensemble:
         return begun and not at.finished and self._rounds.diverges
 
     @property
+    def replicas_differ(self) -> bool:
+        """Whether what replicas hold is their own: weights in mid-round, and optimizer state that is not averaged."""
+        own_state = not self._settings.average_state and self._rounds.at.step > 0 and not self._rounds.at.finished
+        return self.mid_round or own_state
+
+    @property
     def progress(self) -> dict[str, int | bool]:
         """Where the run is: optimizer steps taken, rounds ended, steps of this round, and the like."""
         return self._rounds.state_dict()
@@ -428,7 +441,7 @@ class Ensemble:
             "progress": self._rounds.state_dict(),
             "controller": self._steering.state_dict(),
         }
-        if self.mid_round:
+        if self.replicas_differ:
             replicas = self.replicas
             state["mid_round"] = {"replica": replicas.rank, "replicas": replicas.size}
         if self._rounds.at.step_in_round > 0:
@@ -437,9 +450,7 @@ class Ensemble:
         alarm = self._recovery.state_dict()
         if alarm is not None:
             state["alarm"] = alarm
-        if self._opened and self._rounds.at.step_in_round > 0:
-            state["outer_step"] = self._outer.state_dict()
-        return state
+        return state | self._outer.state_dict(begun=self._opened and self._rounds.at.step_in_round > 0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from `state_dict()`. Load weights after wrapping the model in DDP, which broadcasts rank 0's.
@@ -458,7 +469,7 @@ class Ensemble:
         if "judge" in state_dict:
             self._judge.load_state_dict(state_dict["judge"])
         self._rounds.load_state_dict(state_dict["progress"])
-        self._outer.load_state_dict(state_dict.get("outer_step", []), self._tensors.parameters())
+        self._outer.load_state_dict(state_dict, self._tensors.parameters())
         self._values.load_state_dict(state_dict["bases"])
         self._recovery.load_state_dict(state_dict.get("alarm"))
         self._resume()
@@ -495,7 +506,7 @@ class Ensemble:
     def start_from(self, step: int) -> None:
         """Go on at `step` without a saved state: a new controller, the same weights on all replicas."""
         self._judge.reset()
-        self._outer.forget()
+        self._outer.reset()
         self._rounds.start_from(step)
         self._steering.reset()
         self._resume()
@@ -627,7 +638,7 @@ class Ensemble:
     def _roll_back(self, full: bool, judged: Judged, began: float) -> RoundRecord:
         """Put the best consensus back and go on from there with lower learning rates."""
         said = self._recovery.put_back(judged.scores)
-        self._outer.forget()
+        self._outer.reset()
         record = self._control(False, judged, time.perf_counter() - began - self._judge.seconds_at_end)
         self._steering.scale_by(self._recovery.cut, self._settings.rates, forget=True)
         rows = {name: replace(row, scale=self.scales[name]) for name, row in record.hyperparameters.items()}

@@ -79,6 +79,16 @@ class Meeting:
         self._rounds.at.equal = True
         self._health.look_back(judged, census)
 
+    def average_own_state(self) -> None:
+        """When the run ends: plain training with shared gradients may follow, which needs equal state."""
+        if self._settings.average_state:
+            return
+        state = self._tensors.own_state()
+        layout = torch.tensor([converge.layout(state)], dtype=torch.float64, device=self._device(state))
+        same = round_end.Claim("the optimizer state", "every replica must have taken a step", float(layout))
+        round_end.check_agreement(self._rounds.replicas.gather(layout), [same])
+        converge.average(state, self._rounds.replicas, atomic=self._settings.atomic)
+
     def follow(self, numbers: Sequence[float], leader: int) -> list[float]:
         """The numbers of replica `leader`, in place of these."""
         told = torch.tensor(numbers, dtype=torch.float64, device=self._device(()))

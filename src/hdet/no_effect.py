@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 from hdet.controllers import Controller, Fixed, Plan, Softmax
+from hdet.outer_step import OuterStep
 
 
 def warn_without_effect(
@@ -42,11 +43,11 @@ def warn_of_probe(controller: Controller, probe: object, wants: Plan, local: boo
         warnings.warn(problem, stacklevel=5)
 
 
-def warn_of_outer_step(outer_step: float, interval: int, total_steps: int | None) -> None:
+def warn_of_outer_step(outer: OuterStep, interval: int, total_steps: int | None) -> None:
     """Warn of an outer step that is never taken."""
-    if outer_step < 1 and total_steps is not None and interval >= total_steps:
+    if outer.active and total_steps is not None and interval >= total_steps:
         warnings.warn(
-            f"outer_step={outer_step} has no effect: the only round, of {total_steps} steps, is the last one, whose "
+            f"outer_step={outer.given} has no effect: the only round, of {total_steps} steps, is the last one, whose "
             "way is taken whole; use a shorter interval, for example 10",
             stacklevel=5,
         )

@@ -25,6 +25,7 @@ from hdet.ensemble import Ensemble
 from hdet.hooks import unwrap
 from hdet.hyperparameters.in_groups import InGroups
 from hdet.no_effect import last_acting_step
+from hdet.outer_step import Nesterov
 from hdet.range_test.found_rate import FoundRate
 from hdet.record import OnRound
 from hdet.rollback.rollback import Rollback
@@ -53,7 +54,8 @@ class OneCycleAutoLR(OneCycleLR):
         auto_lr_decay: what the rates follow without a signal once the losses move them: "one_cycle", the
             schedule itself, or "geometric", a constant factor per round down to OneCycleLR's last rate.
         auto_lr_max_scale: the losses move a rate to at most this many times the schedule.
-        outer_step: how much of a round's way is taken when it ends; see `hdet.outer_step`. Needs a short interval.
+        outer_step: how much of a round's way is taken when it ends, which needs a short interval; or an
+            `hdet.Nesterov`. See `hdet.outer_step`.
         rollback: what to do when the run diverges: an `hdet.Rollback`. Needs the losses.
         guard, limits, atomic, model, also, process_group, mesh, seed, act, on_round: as in `hdet.Ensemble`.
 
@@ -104,7 +106,7 @@ class OneCycleAutoLR(OneCycleLR):
         *,
         auto_lr_decay: Decay = "one_cycle",
         auto_lr_max_scale: float = 10.0,
-        outer_step: float = 1.0,
+        outer_step: float | Nesterov = 1.0,
         rollback: Rollback | None = None,
         guard: bool = False,
         limits: Limits | None = None,

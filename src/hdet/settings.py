@@ -20,7 +20,7 @@ from hdet.hyperparameters.hyperparameter import Hyperparameter, flatten
 from hdet.hyperparameters.in_groups import InGroups, learning_rate
 from hdet.judge import AnyProbe
 from hdet.local_gradients import Gradients
-from hdet.outer_step import OuterStep
+from hdet.outer_step import Nesterov, OuterStep
 from hdet.probe.probe import Probe
 from hdet.replicas import Where
 from hdet.rollback.rollback import Rollback
@@ -49,7 +49,8 @@ class Settings:
     interval: int
     design: Design
     local: bool
-    outer_step: float
+    outer_step: float | Nesterov
+    average_state: bool
     rollback: Rollback | None
     guarded: bool
     limits: Limits
@@ -78,9 +79,9 @@ class Settings:
         return {
             "seed": self.seed, "interval": self.interval, "total_steps": self.total_steps, "act": self.act,
             "controller": plain(self.controller), "gradients": "local" if self.local else "shared",
-            "outer_step": self.outer_step, "design": self.design, "probe": self.probe is not None,
-            "rollback": plain(self.rollback), "guard": self.guarded, "limits": plain(self.limits),
-            "atomic": self.atomic,
+            "outer_step": plain(self.outer_step), "average_state": self.average_state, "design": self.design,
+            "probe": self.probe is not None, "rollback": plain(self.rollback), "guard": self.guarded,
+            "limits": plain(self.limits), "atomic": self.atomic,
         }  # fmt: skip
 
     def claims(self, replicas: int, start_step: int, followers: Iterable[Tensor]) -> Claims:
@@ -100,7 +101,8 @@ def read_settings(
     controller: Controller | None,
     probe: AnyProbe | None,
     gradients: Gradients,
-    outer_step: float | None,
+    outer_step: float | Nesterov | None,
+    average_state: bool,
     design: Design | None,
     rollback: Rollback | None,
     guard: bool,
@@ -135,13 +137,14 @@ def read_settings(
         optimizers, tuple(explorable), explored, wants, told, probe, model, total_steps,
         checks.check_interval(interval, total_steps, bool(explored) or local, told.interval),
         checks.check_design(design or told.design), local,
-        OuterStep(told.outer_step if outer_step is None else outer_step).amount,
+        OuterStep(told.outer_step if outer_step is None else outer_step).given,
+        not checks.check_average_state(average_state, gradients),
         None if rollback is None else checks.check_rollback(rollback),
         bool(guard), checks.check_limits(limits), bool(atomic), act, where, seed,
     )  # fmt: skip
     no_effect.warn_without_effect(wants, act, bool(explored), settings.interval, total_steps)
     no_effect.warn_of_probe(wants, probe, told, local)
-    no_effect.warn_of_outer_step(settings.outer_step, settings.interval, total_steps)
+    no_effect.warn_of_outer_step(OuterStep(settings.outer_step), settings.interval, total_steps)
     return settings
 
 

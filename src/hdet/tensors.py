@@ -23,6 +23,7 @@ class Tensors:
         also: modules and tensors that follow the weights.
         hyperparameters: what is explored decides which optimizer state can differ.
         local: gradients are not shared, so that all of it can.
+        keeps_state: each replica keeps its own optimizer state.
     """
 
     def __init__(
@@ -32,8 +33,10 @@ class Tensors:
         also: Sequence[nn.Module | Tensor],
         hyperparameters: Sequence[Hyperparameter],
         local: bool,
+        keeps_state: bool = False,
     ) -> None:
         self._optimizers, self._model, self._also, self._local = optimizers, model, also, local
+        self._keeps_state = keeps_state
         self._explored = {h.key for h in hyperparameters if isinstance(h, InGroups) and h.diverges}
         self._forward = [h for h in hyperparameters if isinstance(h, InForward)]
         self._trained: set[int] = set()
@@ -71,8 +74,14 @@ class Tensors:
         return list({id(t): t for t in found if id(t) not in apart}.values())
 
     def to_average(self) -> list[Tensor]:
-        """What replicas can differ in at the end of a round: the weights, and optimizer state."""
+        """What replicas can differ in and must not at the end of a round: the weights, and optimizer state."""
+        if self._keeps_state:
+            return self.weights()
         return self.weights() + converge.optimizer_state(self._optimizers, self._explored, self._local)
+
+    def own_state(self) -> list[Tensor]:
+        """The optimizer state that each replica keeps to itself until the run ends."""
+        return converge.optimizer_state(self._optimizers, self._explored, self._local) if self._keeps_state else []
 
     def state(self) -> list[Tensor]:
         """All optimizer state, whether replicas can differ in it or not."""
@@ -95,6 +104,8 @@ class Tensors:
         ]
         counters = [t for t in state if t.dim() == 0]  # differ where steps were skipped; never averaged
         weights = converge.parameters(self._optimizers, self._trained)
-        shared = [*weights, *(t for t in state if t.dim() > 0), *self.followers()]
+        moments = [t for t in state if t.dim() > 0]
+        shared = [*weights, *([] if self._keeps_state else moments), *self.followers()]
         apart = {id(t) for h in self._forward for t in h.tensors()}
-        return shared, [*(b for b in self.buffers() if id(b) not in apart), *counters]
+        own = [*(b for b in self.buffers() if id(b) not in apart), *counters]
+        return shared, own + (moments if self._keeps_state else [])

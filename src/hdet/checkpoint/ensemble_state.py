@@ -8,6 +8,7 @@ from typing import Any
 from hdet.ensemble import Ensemble
 
 State = dict[str, Any]
+_COMMON = ("outer_step", "outer_momentum")  # where a round began and the momenta of the outer step
 
 
 def losses_of(ensemble: Ensemble) -> State | None:
@@ -25,7 +26,26 @@ def without_replica(entry: State) -> State:
     return _changed(entry, Ensemble.averaged_state)
 
 
+def without_common(entry: State) -> tuple[State, State]:
+    """A replica's saved entry without what is the same on all of them even in mid-round, and that."""
+    common = {key: value for key, value in _inner(entry).items() if key in _COMMON}
+    return _changed(entry, lambda state: {key: state[key] for key in state if key not in _COMMON}), common
+
+
+def with_common(entry: State, common: State) -> State:
+    """Back from `without_common()`."""
+    return _changed(entry, lambda state: {**state, **common})
+
+
+def _inner(entry: State) -> State:
+    state: State = entry["state"]
+    inner: State | None = state.get("ensemble")  # a scheduler's
+    return state if inner is None else inner
+
+
 def _changed(entry: State, change: Callable[[State], State]) -> State:
-    state = entry["state"]
-    inner = state.get("ensemble")  # a scheduler's
-    return {**entry, "state": change(state) if inner is None else {**state, "ensemble": change(inner)}}
+    changed = change(_inner(entry))
+    return {
+        **entry,
+        "state": {**entry["state"], "ensemble": changed} if _inner(entry) is not entry["state"] else changed,
+    }

@@ -43,7 +43,7 @@ class Manifest:
     Attributes:
         step: optimizer steps that were taken.
         replicas: how many wrote it.
-        mid_round: whether they held different weights.
+        mid_round: whether each of them has its own state, and the shared file only what is common to all.
         files: size and SHA-256 of each file, by name.
     """
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hdet.checkpoint import entries as contents
 from hdet.checkpoint import folder, random_state
-from hdet.checkpoint.ensemble_state import with_losses, without_replica
+from hdet.checkpoint.ensemble_state import with_common, with_losses, without_replica
 from hdet.checkpoint.exchange import exchange, replicas_of, together
 from hdet.checkpoint.mean import mean
 from hdet.replicas import Replicas, collective_device
@@ -30,7 +30,7 @@ class Checkpoint:
         path: its folder.
         step: optimizer steps that were taken when it was saved.
         replicas: how many had saved it.
-        mid_round: whether it was saved in mid-round.
+        mid_round: whether it was saved in mid-round, or with `average_state=False`: each replica has its own state.
         exact: whether this replica goes on as the one that saved it would have: False on another number of replicas.
         values: the plain values among the entries, by name.
         notices: what is not as it was when it was saved, in words; they were warnings too.
@@ -151,10 +151,11 @@ class _Reader:
             shared = folder.read(path, folder.SHARED, manifest)["entries"]
             entries = {**shared, **_with_losses(shared, mine["losses"])} if same else self._rank_free(shared)
         elif same:
-            entries = mine["entries"]
+            entries = _with_common(mine["entries"], path, manifest)
         else:
             files = (folder.own_file(replica) for replica in range(manifest.replicas))
-            entries = self._rank_free(mean(folder.read(path, file, manifest)["entries"] for file in files))
+            averaged = mean(folder.read(path, file, manifest)["entries"] for file in files)
+            entries = self._rank_free(_with_common(averaged, path, manifest))
         return _Content(entries, mine["own"] if same else {}, mine["random"])
 
     def _rank_free(self, entries: dict[str, Any]) -> dict[str, Any]:
@@ -198,6 +199,14 @@ class _Reader:
             f"{path} was saved by {manifest.replicas} replicas and is loaded by {self._replicas.size}: slots are dealt "
             f"anew, {mean if manifest.mid_round else ''}{own}random numbers start anew"
         )
+
+
+def _with_common(entries: dict[str, Any], path: Path, manifest: folder.Manifest) -> dict[str, Any]:
+    """The entries of mid-round with what was written once for all replicas."""
+    if folder.SHARED not in manifest.files:
+        return entries
+    common = folder.read(path, folder.SHARED, manifest)["common"]
+    return {**entries, **{name: with_common(entries[name], state) for name, state in common.items()}}
 
 
 def _with_losses(entries: Mapping[str, Any], losses: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hdet.arguments import check_count
 from hdet.checkpoint import entries as contents
 from hdet.checkpoint import folder, random_state
-from hdet.checkpoint.ensemble_state import losses_of
+from hdet.checkpoint.ensemble_state import losses_of, without_common
 from hdet.checkpoint.exchange import replicas_of, together
 from hdet.ensemble import Ensemble
 from hdet.replicas import Replicas, collective_device
@@ -34,8 +34,9 @@ def save(
     """Write a checkpoint of the run to a new folder in `path`. Collective: every replica calls it, between steps.
 
     At a round's end the first replica writes one state that holds no rank, and every replica its random numbers. In
-    mid-round every replica writes its own state, so that `load()` goes on bit for bit. The checkpoint appears by one
-    rename when all of it is on the disk: a kill at any moment leaves it whole or not there, and older ones as they are.
+    mid-round, and always with `average_state=False`, every replica writes its own state, so that `load()` goes on bit
+    for bit. The checkpoint appears by one rename when all of it is on the disk: a kill at any moment leaves it whole or
+    not there, and older ones as they are.
 
     Args:
         path: a folder that all replicas see, of one run.
@@ -82,7 +83,7 @@ class _Writer:
     ) -> None:
         self._replicas, self._device, self._path, self._ensemble = replicas, device, path, ensemble
         self._found, self._own = found, own
-        self._mid_round = ensemble is not None and ensemble.mid_round
+        self._mid_round = ensemble is not None and ensemble.replicas_differ
         self._step = 0
         self._failed = f"the checkpoint in {path} was not saved"
         self._files: dict[str, Any] = {}
@@ -137,12 +138,23 @@ class _Writer:
                 taken = {name: contents.take(name, entry, names) for name, entry in self._found.items()}
             state = {"own": own, "random": random_state.take(), "losses": self._losses()}
         if self._mid_round:
-            state["entries"] = taken
+            state["entries"] = self._without_common(taken)
         elif self._replicas.rank == 0:
             self._files[folder.SHARED] = {"entries": taken}
         self._files[folder.own_file(self._replicas.rank)] = state
         kinds = {name: contents.kind_of(entry) for name, entry in self._found.items()}
         return {"the step": step, "being in mid-round": self._mid_round, "the entries": kinds, "own": sorted(self._own)}
+
+    def _without_common(self, taken: dict[str, Any]) -> dict[str, Any]:
+        """The entries of mid-round; what is the same on all replicas is written by the first one."""
+        common: dict[str, Any] = {}
+        for name, entry in self._found.items():
+            ensemble = contents.ensemble_of(entry)
+            if ensemble is not None and not ensemble.replicas.sharded:  # else it is in parts as well
+                taken[name], common[name] = without_common(taken[name])
+        if self._replicas.rank == 0 and any(common.values()):
+            self._files[folder.SHARED] = {"common": common}
+        return taken
 
     def _losses(self) -> dict[str, Any]:
         """By entry, the losses of a round that is under way while all replicas hold the same weights."""

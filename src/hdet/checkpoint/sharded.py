@@ -14,6 +14,6 @@ def replica_key(ensemble: Ensemble) -> str:
     Returns:
         "consensus", or in mid-round for example "replica-1-of-2".
     """
-    if not ensemble.mid_round:
+    if not ensemble.replicas_differ:
         return "consensus"
     return f"replica-{ensemble.replicas.rank}-of-{ensemble.replicas.size}"

@@ -1,4 +1,4 @@
-"""The command `hdet`: demo, train, resume, find-lr, sweep, returns; and of `hdet.report` report, watch, export."""
+"""The command `hdet`: demo, train, resume, find-lr, sweep, returns, plan; of `hdet.report` report, watch, export."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any, Literal, NoReturn
 from hdet.lab.errors import FolderError, InterruptedRunError, LabError, OptionError, warnings_in_words
 from hdet.lab.folder import default_folder, read, require_empty
 from hdet.lab.options import CONTROLLERS, EXPLORABLE, OPTIMIZERS, SIZES, RunOptions
+from hdet.lab.plan_command import OPTIONS as PLAN_OPTIONS
+from hdet.lab.plan_command import add_command as add_plan
 from hdet.lab.tasks import TASKS
 from hdet.lab.worker import Job
 from hdet.report.commands import ReportError, add_commands
@@ -46,7 +48,7 @@ def said(error: Exception) -> str:
     '--peak-lr must be positive, got 0.0'
     """
     name, _, rest = str(error).partition(" ")
-    names = {*RunOptions.__dataclass_fields__, "seeds", "ratio", "most_rates", "sizes"} - {"task"}
+    names = {*RunOptions.__dataclass_fields__, *PLAN_OPTIONS, "seeds", "ratio", "most_rates"} - {"task"}
     flag = isinstance(error, OptionError) and name in names
     return f"--{name.replace('_', '-')} {rest}" if flag else str(error)
 
@@ -111,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run_options(command, None)
     command.add_argument("--seeds", type=int, default=1, help="seeds per row, from --seed on (default: 1)")
     command.add_argument("--sizes", type=_counts, default=(2, 4, 8, 16), metavar="N,N", help="default: 2,4,8,16")
+    add_plan(commands)
     add_commands(commands)
     return parser
 
@@ -146,6 +149,8 @@ def _add_run_options(parser: argparse.ArgumentParser, replicas: int | None, cont
     add("--explore", default="", metavar="NAME=SPREAD,...", help=f"what to explore: {', '.join(EXPLORABLE)}")
     add("--gradients", default="shared", help="shared, or local: replicas train on their own between converges")
     add("--outer-step", type=float, help="how much of a round's way is taken at converge (0 to 1)")
+    add("--outer-momentum", type=float, help="of the outer step, for long rounds of local gradients (0.9 in DiLoCo)")
+    add("--average-state", action=argparse.BooleanOptionalAction, default=True, help="of the optimizer; default: yes")
     add("--weight-decay", type=float, help="of the dense parameters; default: the task's own")
     add("--dropout", type=float, default=0.0)
     add("--label-smoothing", type=float, default=0.0)

@@ -14,7 +14,10 @@ CONTROLLERS = ("none", "fixed", "softmax", "line_search", "slope", "auto")
 _WITH_PROBE = ("line_search", "slope", "auto")
 EXPLORABLE = ("learning_rate", "weight_decay", "momentum", "beta2", "dropout", "label_smoothing")
 REGULARISERS = frozenset({"weight_decay", "dropout", "label_smoothing"})
-_OF_FAN_OUT = ("explore", "spread", "gradients", "outer_step", "interval", "per_group", "charge")
+_OF_FAN_OUT = (
+    "explore", "spread", "gradients", "outer_step", "outer_momentum", "average_state", "interval", "per_group",
+    "charge",
+)  # fmt: skip
 _OF_SOFTMAX = ("temperature", "warmup_steps")
 SIZES = ("smoke", "standard", "long")
 OPTIMIZERS = ("adamw", "sgd")
@@ -42,6 +45,9 @@ class RunOptions:
         spread: of the learning rate; None for 1/9, or for the log ladder up to 2 where the controller has a probe.
         gradients: "shared", or "local": replicas train on their own between converges.
         outer_step: how much of a round's way is taken at converge; None for what the controller wants.
+        outer_momentum: how much of the rounds before is taken again; None for none. With one, outer_step is 0.7 if it
+            is None: `hdet.Nesterov`.
+        average_state: average the optimizer state of local gradients too.
         weight_decay: of the dense parameters; None for the task's own.
         dropout, label_smoothing: of the model and of the training loss.
         charge: shorten the run by what probe and finder cost, so that its whole cost is that of a plain run.
@@ -68,6 +74,8 @@ class RunOptions:
     spread: float | None = None
     gradients: Literal["shared", "local"] = "shared"
     outer_step: float | None = None
+    outer_momentum: float | None = None
+    average_state: bool = True
     weight_decay: float | None = None
     dropout: float = 0.0
     label_smoothing: float = 0.0
@@ -94,6 +102,7 @@ class RunOptions:
         _number("temperature", self.temperature, 0 < self.temperature < math.inf, "positive", "0.1")
         _number("spread", self.spread, _is_spread(self.spread or 0.0), "in [0, 1), or above 1", "0.1")
         _number("outer_step", self.outer_step, 0 < (self.outer_step or 1) <= 1, "in (0, 1]", "0.5")
+        _number("outer_momentum", self.outer_momentum, 0 <= (self.outer_momentum or 0) < 1, "in [0, 1)", "0.9")
         _number("weight_decay", self.weight_decay, 0 <= (self.weight_decay or 0) < math.inf, "at least 0", "0.1")
         _one_of("gradients", self.gradients, ("shared", "local"))
         self._check_effect()
@@ -149,6 +158,10 @@ class RunOptions:
                 raise OptionError(
                     f"{name} has no effect with --controller {self.controller}; leave it out, or choose softmax"
                 )
+        if not self.average_state and self.gradients != "local":
+            raise OptionError(
+                "average_state has no effect with shared gradients; leave it out, or add --gradients local"
+            )
         if self.charge and not self.probes:
             raise OptionError(
                 f"charge has no effect with --controller {self.controller}, which has no probe to pay for; leave it "

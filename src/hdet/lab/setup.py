@@ -18,6 +18,7 @@ from hdet import (
     FoundRate,
     Hyperparameter,
     LineSearch,
+    Nesterov,
     Plan,
     Probe,
     RoundRecord,
@@ -93,11 +94,20 @@ def make_ensemble(
         controller=make_controller(options, steps),
         probe=make_probe(options, task) if options.probes else None,
         gradients=options.gradients,
-        outer_step=options.outer_step,
+        outer_step=make_outer_step(options),
+        average_state=options.average_state,
         model=model,
         seed=options.seed,
         on_round=on_round,
     )
+
+
+def make_outer_step(options: RunOptions) -> float | Nesterov | None:
+    """What is made of a round's way; None for what the controller wants."""
+    if options.outer_momentum is None:
+        return options.outer_step
+    default = Nesterov()
+    return Nesterov(default.lr if options.outer_step is None else options.outer_step, options.outer_momentum)
 
 
 def make_controller(options: RunOptions, steps: int) -> Any:

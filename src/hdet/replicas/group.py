@@ -132,6 +132,11 @@ class Replicas:
         return LostReplicaError(text, lost)
 
     @property
+    def sharded(self) -> bool:
+        """Whether a replica is several ranks."""
+        return self.ranks is not self
+
+    @property
     def ranks(self) -> Replicas:
         """Everybody who holds something of the run: the replicas themselves, or all parts of sharded ones."""
         return self
