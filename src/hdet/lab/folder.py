@@ -19,6 +19,7 @@ import torch
 
 from hdet import JSONLines, RoundRecord
 from hdet.lab.errors import FolderError
+from hdet.lab.lock import LOCK, locked
 from hdet.lab.options import RunOptions
 
 
@@ -133,13 +134,16 @@ def default_folder(name: str) -> Path:
 
 
 def require_empty(path: Path) -> None:
-    """Refuse a folder that holds something already.
+    """Refuse a folder that holds something already, or in which a run is alive.
 
     Raises:
         FolderError: with what to do about it.
     """
     with _clearly(path):
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and (not path.is_dir() or any(entry.name != LOCK for entry in path.iterdir())):
+            if (path / LOCK).exists():
+                with locked(path):
+                    pass
             raise FolderError(f"{path} exists and is not an empty folder; choose another one with --folder")
 
 
