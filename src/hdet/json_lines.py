@@ -8,6 +8,7 @@ import math
 import os
 import socket
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO
 import torch.distributed as dist
 
 from hdet.record import HyperparameterRecord, RoundRecord
-from hdet.replicas import is_first
+from hdet.sink import writes
 
 VERSION = 1
 """Of the schema. A new key is no new version: readers leave out what they do not know."""
@@ -24,8 +25,9 @@ _REQUIRED = {"round": int, "step": int, "scores": list, "hyperparameters": dict}
 _KINDS = {"events": list, "written_by": str}
 _IN_ROW = ("base", "center", "scale", "proposed_scale")
 _NUMBER = (int, float, type(None))
-_ROUND = {field.name: field for field in dataclasses.fields(RoundRecord)}
-_ROW = {field.name: field for field in dataclasses.fields(HyperparameterRecord)}
+_ROUND = [field.name for field in dataclasses.fields(RoundRecord) if field.name != "replica"]
+_ROW = [field.name for field in dataclasses.fields(HyperparameterRecord)]
+_BLOCK = 1 << 16
 
 
 class JSONLines:
@@ -33,11 +35,12 @@ class JSONLines:
 
     The first replica writes, the others do nothing. A line has left the process when the call returns, so a run that is
     killed loses at most the line under way, which `read_records` leaves out. A number that is not finite is written as
-    null. A run that is resumed goes on in the same file.
+    null. A run that is resumed goes on in the same file. A disk that does not take a line does not end the run, which
+    the other replicas would wait in: there is a warning, and the next round is tried again.
 
     Args:
         path: the file; folders are made.
-        process_group: the replicas; by default all ranks. The one with rank 0 in it writes.
+        process_group: the replicas, of which the first writes; by default those of the ensemble.
 
     Example::
 
@@ -49,17 +52,40 @@ class JSONLines:
         self._process_group = process_group
         self._file: BinaryIO | None = None
         self._written_by = ""
+        self._failed = False
 
     def __call__(self, record: RoundRecord) -> None:
         """Write one record."""
-        if not is_first(self._process_group):
+        if not writes(record, self._process_group):
             return
+        try:
+            self.write(record)
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                warnings.warn(
+                    f"round {record.round} cannot be written to {self.path} ({error.strerror or error}); the run goes "
+                    "on, and rounds are missing there until it can be",
+                    stacklevel=2,
+                )
+            self._failed = True
+
+    def write(self, record: RoundRecord) -> None:
+        """Write one record, on whichever replica this is.
+
+        Raises:
+            OSError: if the disk does not take it. A part of it is cut off before the next one.
+        """
         if self._file is None:
             self._file = _open(self.path)
             self._written_by = f"{socket.gethostname()}:{os.getpid()}"
         left = memoryview(to_line(record, time.time(), self._written_by).encode())
-        while left:  # a disk that is nearly full takes a part
-            left = left[self._file.write(left) :]
+        try:
+            while left:  # a disk that is nearly full takes a part
+                left = left[self._file.write(left) :]
+        except OSError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close the file. A later record opens it again."""
@@ -185,9 +211,13 @@ def _open(path: Path) -> BinaryIO:
     """The file, to be appended to; what a kill has left of a line is cut off first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file: BinaryIO = open(path, "a+b", buffering=0)  # noqa: SIM115
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    if size:
-        data = file.read()
-        file.truncate(data.rfind(b"\n") + 1)
+    end = file.seek(0, os.SEEK_END)
+    while end:  # from the back, for a file may be long
+        start = max(0, end - _BLOCK)
+        file.seek(start)
+        last = file.read(end - start).rfind(b"\n")
+        if last >= 0 or not start:
+            file.truncate(start + last + 1)
+            break
+        end = start
     return file

@@ -228,11 +228,6 @@ def find_replicas(process_group: dist.ProcessGroup | None = None) -> Replicas:
     return Replicas(process_group) if seat is None or process_group is not None else seat
 
 
-def is_first(process_group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the caller is the replica that writes files and talks to trackers."""
-    return find_replicas(process_group).rank == 0
-
-
 @contextmanager
 def seated(replicas: Replicas) -> Iterator[None]:
     """Within it `find_replicas()` finds `replicas`, in this thread."""

@@ -53,7 +53,7 @@ class RunFolder:
         """One line of rounds.jsonl."""
         self.last_round = record
         with _clearly(self.path / "rounds.jsonl"):
-            self._rounds(record)
+            self._rounds.write(record)
 
     def rewind(self, name: str, step: int) -> None:
         """Leave out the lines that were written after `step`, of a file of lines that have one."""
