@@ -759,7 +759,8 @@ class Ensemble:
         return RoundRecord(
             at.round, at.step, full, judged.scores, rows, judged.probe, judged.start,
             time.perf_counter() - self._clock, seconds, self._judge.seconds, self._events(),
-            at.step_in_round, self.total_steps, self._rounds.over or self._finishing, self.replicas.rank,
+            at.step_in_round, self.total_steps, self._rounds.over or self._finishing, self._outer.amount,
+            "local" if self._local else "shared", self.replicas.rank,
         )  # fmt: skip
 
     def _unjudged(self) -> RoundRecord:

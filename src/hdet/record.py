@@ -82,6 +82,8 @@ class RoundRecord:
         steps: optimizer steps of this round.
         total_steps: optimizer steps of the whole run, if known.
         last: whether the run ends with it. A `finish()` at a round's end makes a last record of 0 steps.
+        outer_step: how much of a round's way the run takes when it ends; None if it is not known.
+        gradients: "shared" or "local"; None if it is not known.
         replica: the replica that it was handed to, from 0; None if it was read from a file.
     """
 
@@ -99,6 +101,8 @@ class RoundRecord:
     steps: int = 0
     total_steps: int | None = None
     last: bool = False
+    outer_step: float | None = None
+    gradients: str | None = None
     replica: int | None = field(default=None, compare=False)
 
     @property

@@ -101,10 +101,13 @@ def _export(arguments: argparse.Namespace) -> str:
         schedule["complete"] = True
     output.write_text(json.dumps(schedule, allow_nan=False) + "\n")
     names = ", ".join(f"{name} ({len(told['places'])} places)" for name, told in schedule["hyperparameters"].items())
-    cut = "" if schedule["complete"] else " The run was cut off: its last values are held from there."
-    return (
-        f"{names}, {schedule['total_steps']} steps.{cut}\nSchedule: {output}\nhdet.ReplayLR(optimizer, {str(output)!r})"
-    )
+    notes = "" if schedule["complete"] else " The run was cut off: its last values are held from there."
+    if (schedule["outer_step"] or 1.0) < 1:
+        notes += f" Learned with an outer step of {schedule['outer_step']:g}: replay it with the same."
+    if schedule["gradients"] == "local":
+        notes += " Learned with local gradients: replay it with the same."
+    said = f"{names}, {schedule['total_steps']} steps.{notes}"
+    return f"{said}\nSchedule: {output}\nhdet.ReplayLR(optimizer, {str(output)!r})"
 
 
 def _read(path: Path, plain: bool = False) -> Run:
