@@ -23,7 +23,7 @@ from hdet.lab import demo as demos
 from hdet.lab import start as starts
 from hdet.lab import sweep as sweeps
 from hdet.lab.errors import OptionError
-from hdet.lab.folder import plain, read, read_lines
+from hdet.lab.folder import RunFolder, read, read_lines
 from hdet.lab.lock import LOCK, locked
 from hdet.lab.options import RunOptions
 from hdet.range_test.decisions import default_factor
@@ -243,12 +243,6 @@ def test_scales_are_those_of_the_schedule_before_it_is_annealed(tmp_path):
     assert result["scales"]["learning_rate"] != rounds[40]["hyperparameters"]["learning_rate"]["scale"]
 
 
-def test_the_fan_is_labelled_with_what_it_shows():
-    assert pictures._quantity(["learning_rate/dense", "learning_rate/embedding"]) == "learning rate"
-    assert pictures._quantity(["weight_decay"]) == "weight decay"
-    assert pictures._quantity(["weight_decay", "learning_rate"]) == "value"
-
-
 def test_returns_with_something_explored(tmp_path, capsys):
     words = ["returns", "digits", "--size", "smoke", "--steps", "2", "--sizes", "2", "--in-process", "--interval", "1"]
     explored = ["--controller", "slope", "--explore", "weight_decay=0.3"]
@@ -285,7 +279,9 @@ def test_options_round_trip_and_refuse_what_they_do_not_know():
 
 
 def test_files_are_strict_json(tmp_path):
-    assert plain({"a": (float("nan"), 1.0), "b": float("inf")}) == {"a": [None, 1.0], "b": None}
+    RunFolder(tmp_path).write("some.json", {"a": (float("nan"), 1.0), "b": float("inf"), "c": starts.Start(1e-3, 5)})
+    told = {"peak_lr": 1e-3, "steps": 5, "finder_steps": 0, "finder_cost": 0.0, "seconds": 0.0}
+    assert read(tmp_path / "some.json") == {"a": [None, 1.0], "b": None, "c": told}
     (tmp_path / "lines.jsonl").write_text('{"step": 1}\n{"ste')
     assert read_lines(tmp_path / "lines.jsonl") == [{"step": 1}]
 

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -130,13 +130,25 @@ def append(lines: list[dict[str, Any]], data: bytes, path: Path) -> int:
     Returns:
         How many bytes were read: up to the end of the last whole line.
     """
-    end = data.rfind(b"\n") + 1
-    for text in data[:end].splitlines():
-        line = _parsed(text, path)
+    for line in parse(data, path):
+        _check(line, path)
         while lines and lines[-1]["round"] >= line["round"]:
             lines.pop()
         lines.append(line)
-    return end
+    return data.rfind(b"\n") + 1
+
+
+def parse(data: bytes, path: Path) -> Iterator[Any]:
+    """What the whole lines of a file hold; the last one is left out if a kill has cut it short.
+
+    Raises:
+        ValueError: for a line that is no JSON.
+    """
+    for text in data[: data.rfind(b"\n") + 1].splitlines():
+        try:
+            yield json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{path} must hold one JSON object per line, got {text[:80]!r}") from error
 
 
 def from_json(line: Mapping[str, Any]) -> RoundRecord:
@@ -147,7 +159,13 @@ def from_json(line: Mapping[str, Any]) -> RoundRecord:
 
 
 def strict(value: Any) -> Any:
-    """As strict JSON has it: null for a number that is not finite."""
+    """As strict JSON has it: records as objects, tuples as lists, and null for a number that is not finite.
+
+    >>> strict({"a": (float("nan"), 1.0)})
+    {'a': [None, 1.0]}
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): strict(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -176,19 +194,19 @@ def _tuple(value: Any) -> Any:
     return tuple(math.nan if entry is None else entry for entry in value) if isinstance(value, list) else value
 
 
-def _parsed(text: bytes, path: Path) -> dict[str, Any]:
-    try:
-        line = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path} must hold one JSON object per line, got {text[:80]!r}") from error
+def _check(line: Any, path: Path) -> None:
+    """Raise unless it is a record."""
     if not isinstance(line, dict) or not all(isinstance(line.get(key), kind) for key, kind in _REQUIRED.items()):
-        raise ValueError(f"{path} must hold records as hdet.JSONLines writes them, got {text[:80]!r}")
+        raise ValueError(f"{path} must hold records as hdet.JSONLines writes them, got {_beginning(line)}")
     version = line.get("version", VERSION)
     if not isinstance(version, int) or version > VERSION:
         raise ValueError(f"{path} has version {version} of the records, this hdet reads up to {VERSION}")
     if not _is_whole(line):
-        raise ValueError(f"{path} holds a damaged record of round {line['round']}: {text[:80]!r}")
-    return line
+        raise ValueError(f"{path} holds a damaged record of round {line['round']}: {_beginning(line)}")
+
+
+def _beginning(line: Any) -> str:
+    return json.dumps(line)[:80]
 
 
 def _is_whole(line: Mapping[str, Any]) -> bool:

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet import FindLRError, FoundRate, data_parallel, find_lr, find_replicas
+from hdet.json_lines import strict
 from hdet.lab.errors import LabError
-from hdet.lab.folder import RunFolder, plain
+from hdet.lab.folder import RunFolder
 from hdet.lab.options import RunOptions
 from hdet.lab.setup import device, make_probe
 from hdet.lab.status_line import StatusLine
@@ -93,7 +94,7 @@ def _result(options: RunOptions, peak_lr: float, found: FoundRate) -> dict[str, 
     copied = {name: getattr(options, name) for name in ("task", "size", "seed", "replicas", "optimizer")}
     middle = math.sqrt(found.interval[0] * found.interval[1])
     other = {"peak_lr": peak_lr, "rate_outer_half": middle}  # find_lr's factor is 1 there
-    result: dict[str, Any] = plain({**copied, **other, **plain(found)})
+    result: dict[str, Any] = strict({**copied, **other, **strict(found)})
     return result
 
 

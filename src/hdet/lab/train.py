@@ -13,8 +13,9 @@ from typing import Any
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet import RoundRecord, data_parallel, find_replicas, load, save
+from hdet.json_lines import strict
 from hdet.lab.course import Clock, Meter, Scales
-from hdet.lab.folder import RunFolder, plain
+from hdet.lab.folder import RunFolder
 from hdet.lab.options import RunOptions
 from hdet.lab.setup import device, make_ensemble, make_smoothing
 from hdet.lab.start import Start, settle
@@ -90,7 +91,7 @@ def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
         "held_out": task.evaluate(model) if first else None,
         "held_out_unseen": task.evaluate(model, unseen=True) if first else None,
     }
-    result: dict[str, Any] = plain({**_settings(options, task, start), **measured})
+    result: dict[str, Any] = strict({**_settings(options, task, start), **measured})
     if files is not None:
         files.write("result.json", result)
     return result

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from hdet.json_lines import append
+from hdet.json_lines import append, parse
 
 _SECONDS_TO_STALL = 30.0
 _ROUNDS_TO_STALL = 10
@@ -116,8 +116,7 @@ class Run:
             return
         path = self.path.with_name("losses.jsonl")
         if path.exists():
-            text = path.read_text()
-            lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+            lines = parse(path.read_bytes(), path)
             self.losses = [(int(line["step"]), _number(line["loss"]), _number(line.get("lr"))) for line in lines]
         result = self.path.with_name("result.json")
         self.result = json.loads(result.read_text()) if result.exists() else None
