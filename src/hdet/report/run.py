@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 import statistics
@@ -13,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from hdet.json_lines import append, parse
 
+_LARGEST = sys.float_info.max
 _SECONDS_TO_STALL = 30.0
 _ROUNDS_TO_STALL = 10
 _SECONDS = ("round_seconds", "converge_seconds", "probe_seconds")
@@ -134,12 +134,16 @@ def _cleaned(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(values: Any) -> list[float | None]:
-    return [_number(value) for value in values] if isinstance(values, list) else []
+    if not isinstance(values, list):
+        return []
+    return [value if type(value) is float and -_LARGEST < value < _LARGEST else _number(value) for value in values]
 
 
 def _number(value: Any) -> float | None:
-    known = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
-    return float(value) if known and abs(value) < sys.float_info.max else None
+    if type(value) is float:  # nearly always
+        return value if -_LARGEST < value < _LARGEST else None
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
+    return float(value) if known else None
 
 
 def _open(path: Path) -> Any:
