@@ -36,6 +36,14 @@ def test_values_stay_within_the_bounds(coordinate, bounds, base, ladder):
 
 
 @pytest.mark.parametrize(("coordinate", "bounds", "base"), CASES)
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 1.7, 1e6])
+def test_the_values_of_many_replicas_are_those_of_each(coordinate, bounds, base, scale):
+    h = Hyperparameter("h", 0.5, "linear", coordinate, bounds, unit=0.5, floor=1e-4)
+    rungs = multipliers(7, h.spread, h.ladder)
+    assert h.values_of(base, scale, rungs) == tuple(h.value_of(base, scale, m) for m in rungs)
+
+
+@pytest.mark.parametrize(("coordinate", "bounds", "base"), CASES)
 def test_factors_compose_and_one_changes_nothing(coordinate, bounds, base):
     h = Hyperparameter("h", 0.5, "linear", coordinate, bounds, unit=0.5)
     assert h.value_of(base, 1.0, 1.0) == base

@@ -1,19 +1,24 @@
 """Records as files: strict, complete after every round, and readable after a kill."""
 
 import dataclasses
+import io
 import json
 import math
+import random
 import statistics
 import time
+import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import run
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 from hdet.json_lines import to_line
+from hdet.trackers.tracker import Tracker
 
 
 def loads(text):
@@ -62,6 +67,67 @@ def train(path, steps, interval, total_steps=None, tensor=False, spread=0.2):
         schedule.step()
     ensemble.finish()
     return kept, rates
+
+
+def train_in_pairs(folder):
+    """Two ensembles, of two replicas each; what the sinks of this process were given."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    pair = pairs[rank // 2]
+    shown, tracker = io.StringIO(), Numbers()
+    o = optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    sinks = [hdet.JSONLines(folder / f"{rank // 2}.jsonl"), hdet.Progress(seconds=0, file=shown), tracker]
+    ensemble = hdet.Ensemble(o, total_steps=4, interval=2, process_group=pair, on_round=sinks)
+    for step in range(4):
+        o.param_groups[0]["params"][0].grad = torch.ones(2)
+        o.step()
+        ensemble.step(float(10 * rank + step))
+    return shown.getvalue(), tracker.told
+
+
+class Numbers(Tracker):
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def log(self, numbers, record):
+        self.told.append(numbers["hdet/loss/mean"])
+
+
+def test_each_of_two_ensembles_is_recorded_by_its_own_first_replica(tmp_path):
+    told = run(train_in_pairs, 4, tmp_path)
+    for rank, mean in ((0, 5), (2, 25)):
+        (shown, numbers), others = told[rank], told[rank + 1]
+        records = hdet.read_records(tmp_path / f"{rank // 2}.jsonl")
+        assert [record.scores for record in records] == [(10 * rank + at, 10 * rank + 10 + at) for at in (0.5, 2.5)]
+        assert numbers == [mean + 0.5, mean + 2.5]
+        assert len(shown.splitlines()) == 2
+        assert others == ("", [])
+
+
+def train_on_a_full_disk(path):
+    """Room comes up after the second round. Whether this replica was warned, and how often."""
+    if hdet.find_replicas().rank == 0:
+        path.symlink_to("/dev/full")
+    o = optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    make_room = [lambda record: path.unlink() if record.round == 1 and record.replica == 0 else None]
+    ensemble = hdet.Ensemble(o, total_steps=4, interval=1, on_round=[hdet.JSONLines(path), *make_room])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            o.param_groups[0]["params"][0].grad = torch.ones(2)
+            o.step()
+            ensemble.step(1.0)
+    return [str(warning.message) for warning in warned]
+
+
+def test_a_full_disk_does_not_end_a_run(tmp_path):
+    path = tmp_path / "rounds.jsonl"
+    first, second = run(train_on_a_full_disk, 2, path)
+    (told,) = first
+    assert told.startswith(f"round 0 cannot be written to {path} (No space left on device); the run goes on")
+    assert second == []
+    assert [record.round for record in hdet.read_records(path)] == [2, 3]
 
 
 def test_what_is_read_is_what_was_handed_out(tmp_path):
@@ -135,6 +201,9 @@ def test_a_line_cut_short_is_left_out_and_then_overwritten(tmp_path):
         assert [r.round for r in hdet.read_records(path)] == [0, 1]
     hdet.JSONLines(path)(make_record(round=2))
     assert [r.round for r in hdet.read_records(path)] == [0, 1, 2]
+    path.write_bytes(path.read_bytes() + b"x" * 200_000)  # a long part: what comes before it is looked for further back
+    hdet.JSONLines(path)(make_record(round=3))
+    assert [r.round for r in hdet.read_records(path)] == [0, 1, 2, 3]
 
 
 def test_rounds_that_a_resumed_run_did_again_are_read_once(tmp_path):
@@ -170,6 +239,28 @@ def test_a_record_costs_less_than_a_millisecond(tmp_path):
         write(record)
         seconds.append(time.perf_counter() - began)
     assert statistics.median(seconds) < 1e-3
+
+
+def test_many_replicas_are_written_with_twelve_digits_in_half_the_time(tmp_path):
+    draw = random.Random(0).random
+    record = make_record(1000, scores=tuple(draw() for _ in range(1000)), probe=tuple(draw() for _ in range(1000)))
+    plain = {name: getattr(record, name) for name in ("scores", "probe")}
+    plain["values"] = [row.values for row in record.hyperparameters.values()]
+    ours, theirs = [], []
+    for _ in range(30):
+        for seconds, write in ((ours, lambda: to_line(record, 1.0)), (theirs, lambda: json.dumps(plain))):
+            began = time.process_time()
+            write()
+            seconds.append(time.process_time() - began)
+    assert statistics.median(ours) < 0.7 * statistics.median(theirs)
+    hdet.JSONLines(tmp_path / "rounds.jsonl")(record)
+    (read,) = hdet.read_records(tmp_path / "rounds.jsonl")
+    assert read.scores == pytest.approx(record.scores, rel=1e-11)
+    row, was = read.hyperparameters["learning_rate"], record.hyperparameters["learning_rate"]
+    assert row.values == pytest.approx(was.values, rel=1e-11)
+    assert dataclasses.replace(row, values=()) == dataclasses.replace(was, values=())
+    holed = loads(to_line(dataclasses.replace(record, scores=(math.nan, *record.scores[1:])), 1.0))
+    assert holed["scores"][:2] == [None, record.scores[1]]
 
 
 def test_metrics_are_flat_finite_numbers():

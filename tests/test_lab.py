@@ -4,21 +4,29 @@ import contextlib
 import io
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
+import torch
 
-from hdet.lab import cli, pictures, summary
+import hdet
+from hdet.checks import check_interval
+from hdet.lab import cli, course, pictures, setup, summary
 from hdet.lab import demo as demos
+from hdet.lab import start as starts
 from hdet.lab import sweep as sweeps
 from hdet.lab.errors import OptionError
-from hdet.lab.folder import plain, read, read_lines
+from hdet.lab.folder import RunFolder, read, read_lines
+from hdet.lab.lock import LOCK, locked
 from hdet.lab.options import RunOptions
+from hdet.range_test.decisions import default_factor
 
 SMOKE = ("--size", "smoke", "--steps", "12")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -57,7 +65,7 @@ def test_train_ends_in_a_table_and_files(trained):
     folder, shown = trained, (trained / "table.txt").read_text()
     assert "held out" in shown
     assert "bits_per_byte" in shown
-    assert str(folder) in shown
+    assert f"Everything is in {folder}\nNext: hdet report {folder}\n      hdet export {folder}\n" in shown
     assert RunOptions.from_json(read(folder / "options.json")["options"]).task == "text"
     rounds = read_lines(folder / "rounds.jsonl")
     assert [record["step"] for record in rounds] == list(range(1, 13))
@@ -172,7 +180,11 @@ def test_the_demo_ends_in_three_rows_and_pictures(tmp_path, capsys, monkeypatch)
     assert cli.main(["demo", "--steps", "6", "--replicas", "2", "--in-process", "--folder", str(folder)]) == 0
     report = capsys.readouterr().out
     assert len(re.findall(r"^(OneCycleLR|OneCycleLR, best rate|HDET) +\d\.\de-\d\d +\d", report, re.MULTILINE)) == 3
-    assert str(folder) in report
+    runs = [folder / name for name in ("hdet-low", "plain-best", "plain-low")]
+    assert report.endswith(f"Next: hdet report {' '.join(map(str, runs))}\n      hdet export {runs[0]}\n")
+    for words in report.partition("Next: ")[2].splitlines():
+        assert cli.main(words.split()[1:]) == 0
+    assert (runs[0] / "report.html").stat().st_size > 50_000
     rounds = read_lines(folder / "hdet-low" / "rounds.jsonl")
     monkeypatch.setattr(
         demos, "read_lines", lambda path: [{"step": 7 * record["step"], "probe": 1} for record in rounds]
@@ -233,12 +245,6 @@ def test_scales_are_those_of_the_schedule_before_it_is_annealed(tmp_path):
     assert result["scales"]["learning_rate"] != rounds[40]["hyperparameters"]["learning_rate"]["scale"]
 
 
-def test_the_fan_is_labelled_with_what_it_shows():
-    assert pictures._quantity(["learning_rate/dense", "learning_rate/embedding"]) == "learning rate"
-    assert pictures._quantity(["weight_decay"]) == "weight decay"
-    assert pictures._quantity(["weight_decay", "learning_rate"]) == "value"
-
-
 def test_returns_with_something_explored(tmp_path, capsys):
     words = ["returns", "digits", "--size", "smoke", "--steps", "2", "--sizes", "2", "--in-process", "--interval", "1"]
     explored = ["--controller", "slope", "--explore", "weight_decay=0.3"]
@@ -275,7 +281,9 @@ def test_options_round_trip_and_refuse_what_they_do_not_know():
 
 
 def test_files_are_strict_json(tmp_path):
-    assert plain({"a": (float("nan"), 1.0), "b": float("inf")}) == {"a": [None, 1.0], "b": None}
+    RunFolder(tmp_path).write("some.json", {"a": (float("nan"), 1.0), "b": float("inf"), "c": starts.Start(1e-3, 5)})
+    told = {"peak_lr": 1e-3, "steps": 5, "finder_steps": 0, "finder_cost": 0.0, "seconds": 0.0}
+    assert read(tmp_path / "some.json") == {"a": [None, 1.0], "b": None, "c": told}
     (tmp_path / "lines.jsonl").write_text('{"step": 1}\n{"ste')
     assert read_lines(tmp_path / "lines.jsonl") == [{"step": 1}]
 
@@ -289,6 +297,8 @@ def test_find_lr_writes_what_it_found(tmp_path, capsys):
     assert f"Picture: {tmp_path / 'run' / 'find_lr.png'}" in shown
     assert result["interval"][0] < result["interval"][1]
     assert result["cost"] > result["steps"] > 50
+    factor = default_factor(0.5) / default_factor(1.0)
+    assert result["rate_outer_half"] == pytest.approx(factor * result["rate"])
     assert result["peak_lr"] == pytest.approx(result["rate"] / result["scale"])
     assert (tmp_path / "run" / "find_lr.png").stat().st_size > 1000
     assert cli.main([*words, "--in-process", "--folder", str(tmp_path / "threads")]) == 0
@@ -304,15 +314,109 @@ def test_find_lr_from_a_hopeless_start_says_so(tmp_path, capsys):
     assert "never fell at learning rates from" in capsys.readouterr().err
 
 
-def test_a_run_that_was_stopped_goes_on(tmp_path, capsys):
+def stop_at(folder, step):
+    """Leave of a run that has ended what is there when it is killed after a checkpoint."""
+    (folder / "result.json").unlink()
+    for later in (folder / "checkpoints").glob("*-step-*"):
+        if int(later.name.rpartition("-")[2]) > step:
+            shutil.rmtree(later)
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "run"
+    monkeypatch.setattr(course, "_LINES_PER_RUN", 8)  # a line every third step: a checkpoint is between two
     options = ("--interval", "4", "--dropout", "0.2", "--checkpoint-every", "10", "--in-process")
     assert cli.main(["train", "digits", "--size", "smoke", "--steps", "24", *options, "--folder", str(folder)]) == 0
-    whole, rounds = losses(folder), read_lines(folder / "rounds.jsonl")
-    (folder / "result.json").unlink()
-    shutil.rmtree(folder / "checkpoints" / "000002-step-20")  # stopped after the one of step 10, which is in mid-round
+    whole, rounds, result = losses(folder), read_lines(folder / "rounds.jsonl"), read(folder / "result.json")
+    assert result["resumed_at"] == []
+    stop_at(folder, 10)  # in mid-round
+    capsys.readouterr()
     assert cli.main(["resume", str(folder), "--in-process"]) == 0
     assert losses(folder) == whole
     assert [r["scores"] for r in read_lines(folder / "rounds.jsonl")] == [r["scores"] for r in rounds]
+    resumed, shown = read(folder / "result.json"), capsys.readouterr().out
+    assert re.search(r"^resumed at step +10$", shown, re.MULTILINE)
+    for name in ("scales", "scales_step"):
+        assert resumed[name] == result[name]
     assert cli.main(["resume", str(tmp_path)]) == 1
     assert "train with --checkpoint-every" in capsys.readouterr().err
+    stop_at(folder, 20)  # after the last round with a high rate, and then at the very end
+    saved = next((folder / "checkpoints").glob("*-step-20"))
+    seconds = torch.load(saved / "shared.pt", weights_only=True)["entries"]["clock"]["state"]["seconds"]
+    assert cli.main(["resume", str(folder), "--in-process"]) == 0
+    again = read(folder / "result.json")
+    assert again["resumed_at"] == [10, 20]
+    assert again["seconds"] > seconds > 0
+    assert {**again, "seconds": 0, "resumed_at": 0} == {**result, "seconds": 0, "resumed_at": 0}
+
+
+def test_a_run_whose_rate_was_found_goes_on_with_it(tmp_path, monkeypatch):
+    """Its length too, which was charged for the number of replicas that it began with."""
+    told = hdet.FoundRate(3e-3, 1.0, ((3e-3,),), (1e-3, 9e-3), 1.0, 2.0, [], [], 960, 1280, 970.0, 1234.0)
+    monkeypatch.setattr(starts, "find", lambda *given: told)
+    folder = tmp_path / "run"
+    words = ["train", "digits", "--size", "smoke", "--steps", "1001", "--controller", "auto", "--charge"]
+    explore = ["--explore", "learning_rate=2,weight_decay=0.3", "--checkpoint-every", "10", "--in-process"]
+    assert cli.main([*words, *explore, "--folder", str(folder)]) == 0
+    result = read(folder / "result.json")
+    left = 1001 - 960 - 1280 / 3 / RunOptions("digits", size="smoke").make_task().global_batch
+    assert result["steps"] == int(left / (1 + 3 * 4 / 3 / 10))  # rounds of 10 steps: the long run's plan, as charged
+    rounds = read_lines(folder / "rounds.jsonl")
+    assert [record["steps"] for record in rounds][:2] == [10, 10]
+    assert len(set(rounds[0]["hyperparameters"]["learning_rate"]["values"])) == 1  # it was found: not fanned out
+    stop_at(folder, 10)
+    monkeypatch.setattr(starts, "find", lambda *given: pytest.fail("it was found"))
+    assert cli.main(["resume", str(folder), "--replicas", "4", "--in-process"]) == 0
+    again = read(folder / "result.json")
+    for name in ("steps", "peak_lr", "finder_steps", "finder_cost"):
+        assert again[name] == result[name]
+    assert again["replicas"] == 4
+    assert again["seconds"] > 1234
+
+
+@pytest.mark.parametrize(("controller", "steps", "found"), [("slope", 2000, 0), ("auto", 1300, 0), ("auto", 1400, 300)])
+def test_what_is_charged_is_what_the_run_that_is_left_costs(controller, steps, found):
+    explore = "learning_rate=2" if found else "weight_decay=0.3"
+    options = RunOptions("digits", controller=controller, steps=steps, charge=True, explore=explore, replicas=4)
+    told = hdet.FoundRate(1e-3, 1.0, ((1e-3,),), (1e-3, 1e-3), 1.0, 2.0, [], [], found, 0, 0.0, 0.0) if found else None
+    left = setup.charged_steps(options, options.make_task(), told)
+    plan = setup.make_controller(options, left, bool(found)).plan(list(options.explored()), left)
+
+    def cost(length):
+        if plan.until == {"learning_rate": 0}:
+            return length + found
+        return length * (1 + 5 * 4 / 3 / check_interval("auto", left, True, plan.interval))
+
+    assert cost(left) <= steps < cost(left + 1)
+    assert (plan.outer_step, plan.until) == ((0.5, {"learning_rate": 0}) if found else (1.0, {}))
+
+
+def hold(folder, is_in):
+    """Be in a folder until killed."""
+    with locked(folder):
+        is_in.set()
+        time.sleep(600)
+
+
+def test_a_folder_in_which_a_run_is_alive_is_refused(tmp_path, capsys):
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    options = RunOptions("digits", checkpoint_every=5)
+    (folder / "options.json").write_text(json.dumps({"options": options.to_json()}))
+    context = multiprocessing.get_context("forkserver")
+    is_in = context.Event()
+    other = context.Process(target=hold, args=(folder, is_in), daemon=True)
+    other.start()
+    assert is_in.wait(60)
+    for words in (["resume", str(folder)], ["train", "digits", "--folder", str(folder)]):
+        assert cli.main([*words, "--in-process"]) == 1
+        assert f"a run is alive in {folder} (process {other.pid} on " in capsys.readouterr().err
+    other.kill()  # leaves the file, which nobody holds any more
+    other.join()
+    assert (folder / LOCK).exists()
+    with locked(folder):
+        pass
+    assert not (folder / LOCK).exists()
+    with locked(tmp_path / "new" / "run"):
+        assert (tmp_path / "new" / "run" / LOCK).exists()
+    assert not (tmp_path / "new").exists()  # nothing was written there

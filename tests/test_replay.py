@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn, optim
 import hdet
 
 STEPS, INTERVAL = 23, 5
+pytestmark = pytest.mark.filterwarnings("ignore:the schedule was learned with")
 
 
 def make(groups=2, lr=0.1):
@@ -29,7 +31,7 @@ def learn(path, per_group):
     explored = [rates, hdet.weight_decay(o, spread=0.3), hdet.momentum(o, spread=0.3)]
     scalar = hdet.scalar("temperature", 1.0, spread=0.1)
     ensemble = hdet.Ensemble(
-        o, [*explored, scalar], total_steps=STEPS, interval=INTERVAL, model=ddp, gradients="local",
+        o, [*explored, scalar], total_steps=STEPS, interval=INTERVAL, model=ddp, gradients="local", outer_step=0.5,
         controller=hdet.Softmax(temperature=1e-3, momentum=0.0), on_round=[hdet.JSONLines(path)],
     )  # fmt: skip
     schedule = optim.lr_scheduler.ExponentialLR(o, 0.97)
@@ -82,6 +84,48 @@ def test_the_replayed_values_are_the_recorded_centers_to_the_last_digit(learned,
         assert others[record.step - 1] == [(d, b, 0.999) for d, b in zip(decay.last, beta.last, strict=True)]
     for ours, theirs in zip(itertools.chain(*rates), itertools.chain(*seen), strict=True):
         assert ours == pytest.approx(theirs, rel=2e-3)  # straight lines between the first and last step of a round
+
+
+def test_only_some_of_it_is_replayed_where_the_rest_does_not_fit(learned):
+    schedule = hdet.make_schedule(learned[0])
+    _, o = make()
+    rates, _ = replayed(hdet.ReplayLR(o, schedule), o, STEPS)
+    model, _ = make()
+    sgd = optim.SGD([{"params": layer.parameters(), "momentum": 0.8} for layer in model], lr=0.1)
+    scheduler = hdet.ReplayLR(sgd, schedule, only=["learning_rate"])
+    for step in range(STEPS):
+        assert [group["lr"] for group in sgd.param_groups] == rates[step]
+        assert {group["momentum"] for group in sgd.param_groups} == {0.8}
+        sgd.step()
+        scheduler.step()
+    assert all(name.startswith("learning_rate") for name in scheduler.values)
+
+
+def test_a_schedule_of_another_way_to_train_is_replayed_with_a_warning(learned):
+    records, _ = learned
+    schedule = hdet.make_schedule(records)
+    assert (schedule["outer_step"], schedule["gradients"]) == (0.5, "local")
+    with pytest.warns(UserWarning, match="the schedule was learned with") as warned:
+        hdet.ReplayLR(make()[1], schedule)
+    first, second = (str(warning.message) for warning in warned)
+    assert "learned with an outer step of 0.5" in first
+    assert "hdet.Ensemble(..., outer_step=0.5)" in first
+    assert "learned with local gradients" in second
+    for known in ({"outer_step": 1.0, "gradients": "shared"}, {"outer_step": None, "gradients": None}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            hdet.ReplayLR(make()[1], {**schedule, **known})
+
+
+def test_a_tensor_rate_holds_what_fits_into_it(learned):
+    model, _ = make()
+    o = optim.SGD([{"params": layer.parameters(), "lr": torch.tensor(0.1)} for layer in model], lr=0.1)
+    hdet.ReplayLR(o, hdet.make_schedule(learned[0]), only=["learning_rate"])
+    _, plain = make()
+    hdet.ReplayLR(plain, hdet.make_schedule(learned[0]))
+    for rounded, exact in zip(o.param_groups, plain.param_groups, strict=True):
+        assert isinstance(rounded["lr"], torch.Tensor)
+        assert rounded["lr"] == torch.tensor(exact["lr"])
 
 
 def test_what_the_forward_pass_reads_is_in_values(learned):
@@ -156,8 +200,12 @@ def test_what_does_not_fit_is_refused(learned, tmp_path):
         hdet.ReplayLR(make()[1], tmp_path / "other.json")
     with pytest.raises(ValueError, match="optimizer has 1 groups; make the groups as in the run"):
         hdet.ReplayLR(make(groups=1)[1], schedule)
-    with pytest.raises(ValueError, match="SGD has no 'betas'"):
+    with pytest.raises(ValueError, match=r"SGD has no 'betas' .* only=..learning_rate"):
         hdet.ReplayLR(optim.SGD([{"params": [p]} for p in make()[0].parameters()], lr=0.1), schedule)
+    with pytest.raises(ValueError, match=r"only must be names that schedule has, got 'lr'; it has \['beta1'"):
+        hdet.ReplayLR(make()[1], schedule, only=["lr"])
+    with pytest.raises(ValueError, match="only must be a list of names"):
+        hdet.ReplayLR(make()[1], schedule, only="learning_rate")
     with pytest.raises(ValueError, match="nothing for optimizer 1"):
         hdet.ReplayLR(make()[1], schedule, which=1)
     with pytest.raises(ValueError, match="upgrade hdet"):

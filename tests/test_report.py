@@ -19,6 +19,7 @@ from made_up_runs import make_records, write_run
 import hdet
 from hdet.json_lines import to_line
 from hdet.lab.cli import main
+from hdet.report import pictures
 from hdet.report.page import page, run_data
 from hdet.report.run import Run
 from hdet.report.watch import Watch
@@ -360,6 +361,11 @@ def test_the_report_of_a_killed_run_says_that_it_is_cut_off(browser, tmp_path, c
     assert "had not finished" in seen.tab.inner_text("#summary")
     check_quiet(seen)
     seen.close()
+
+
+def test_the_fan_is_labelled_with_what_it_shows():
+    assert pictures._quantity("learning_rate/dense") == "learning rate"
+    assert pictures._quantity("weight_decay") == "weight decay"
 
 
 def test_pictures(tmp_path):

@@ -655,7 +655,8 @@ class Ensemble:
         return RoundRecord(
             at.round, at.step, full, judged.scores, rows, judged.probe, judged.start,
             time.perf_counter() - self._clock, seconds, self._judge.seconds, self._events(),
-            at.step_in_round, self.total_steps, self._rounds.over or self._finishing,
+            at.step_in_round, self.total_steps, self._rounds.over or self._finishing, self._outer.amount,
+            "local" if self._settings.local else "shared", self.replicas.ranks.rank,
         )  # fmt: skip
 
     def _unjudged(self) -> RoundRecord:

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from hdet.record import RoundRecord
-from hdet.replicas import is_first
+from hdet.sink import writes
 
 
 class Progress:
@@ -24,7 +24,7 @@ class Progress:
     Args:
         seconds: between two lines of a log.
         file: where to; by default stderr.
-        process_group: the replicas; by default all ranks.
+        process_group: the replicas, of which the first shows it; by default those of the ensemble.
 
     Example::
 
@@ -41,7 +41,7 @@ class Progress:
 
     def __call__(self, record: RoundRecord) -> None:
         """Show one record, or nothing if the last line is not old enough."""
-        if not is_first(self._process_group):
+        if not writes(record, self._process_group):
             return
         file = self._file or sys.stderr
         if file.isatty():

@@ -65,7 +65,7 @@ class HyperparameterRecord:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One round, the same on every replica but for the seconds.
+    """One round, the same on every replica but for the seconds and the replica itself.
 
     Attributes:
         round: its index, from 0.
@@ -82,6 +82,9 @@ class RoundRecord:
         steps: optimizer steps of this round.
         total_steps: optimizer steps of the whole run, if known.
         last: whether the run ends with it. A `finish()` at a round's end makes a last record of 0 steps.
+        outer_step: how much of a round's way the run takes when it ends; None if it is not known.
+        gradients: "shared" or "local"; None if it is not known.
+        replica: the replica that it was handed to, from 0, or the rank of a sharded one; None if read from a file.
     """
 
     round: int
@@ -98,6 +101,9 @@ class RoundRecord:
     steps: int = 0
     total_steps: int | None = None
     last: bool = False
+    outer_step: float | None = None
+    gradients: str | None = None
+    replica: int | None = field(default=None, compare=False)
 
     @property
     def judged(self) -> tuple[float, ...]:

@@ -74,7 +74,7 @@ class Recorder:
             rows[h.name] = HyperparameterRecord(
                 base,
                 h.center(base, scale),
-                tuple(h.value_of(base, scale, m) for m in seen[h.name].multipliers),
+                h.values_of(base, scale, seen[h.name].multipliers),
                 steering.scales[h.name],
                 proposed[h.name],
                 **steering.confidence(h.name, scale)._asdict(),

@@ -55,7 +55,8 @@ def make_schedule(records: Iterable[RoundRecord]) -> dict[str, Any]:
     ended = rounds[-1].last
     steps = rounds[-1].step if ended or rounds[-1].total_steps is None else rounds[-1].total_steps
     about = {"kind": _KIND, "version": VERSION, "total_steps": steps, "complete": ended}
-    return {**about, "hyperparameters": schedules}
+    how = {"outer_step": rounds[-1].outer_step, "gradients": rounds[-1].gradients}
+    return {**about, **how, "hyperparameters": schedules}
 
 
 class ReplayLR(LRScheduler):
@@ -64,13 +65,19 @@ class ReplayLR(LRScheduler):
     At the recorded steps, the first and the last of each round, the values are the recorded centers to the last digit;
     in between they lie on straight lines. After the end the last value stays. Learning rates, and whatever else the run
     explored in parameter groups (weight decay, momentum), are written into the groups; what the forward pass reads
-    (dropout, label smoothing) is in `values`. Groups that the run did not explore are left alone.
+    (dropout, label smoothing) is in `values`. Groups that the run did not explore are left alone. A learning rate that
+    is a tensor holds what fits into it: a float32 one is rounded to about seven digits.
+
+    What a run has learned with an outer step, or with local gradients, holds for training like that: elsewhere it is
+    another schedule, and there is a warning.
 
     Args:
         optimizer: with as many parameter groups as in the run.
         schedule: a file that `hdet export` wrote, or its content.
         total_steps: stretch it to as many steps; by default it has its own length.
         which: the optimizer's index, where the run had several.
+        only: names of the hyperparameters to replay, "learning_rate" for those of all parameter groups; by default all
+            that the run explored.
         last_epoch: as in torch.
 
     Raises:
@@ -91,6 +98,7 @@ class ReplayLR(LRScheduler):
         *,
         total_steps: int | None = None,
         which: int = 0,
+        only: Sequence[str] | None = None,
         last_epoch: int = -1,
     ) -> None:
         optimizer = unwrap(optimizer)
@@ -100,14 +108,17 @@ class ReplayLR(LRScheduler):
         self.total_steps = told["total_steps"] if total_steps is None else total_steps
         own = told["total_steps"]
         self._stretch = (own - 1) / (self.total_steps - 1) if self.total_steps != own and self.total_steps > 1 else 1.0
-        self._curves = _curves(told["hyperparameters"])
+        chosen = _chosen(told["hyperparameters"], only)
+        self._curves = _curves(chosen)
         self._writes = _placed(self._curves, optimizer, which)
         if not told["complete"]:
-            last = max(curve["steps"][-1] for curve in told["hyperparameters"].values())
+            last = max(curve["steps"][-1] for curve in chosen.values())
             warnings.warn(
                 f"the run was cut off before step {told['total_steps']}; its values of step {last} are held from there",
                 stacklevel=2,
             )
+        for notice in _notices(told):
+            warnings.warn(notice, stacklevel=2)
         super().__init__(optimizer, last_epoch)
 
     @property
@@ -174,6 +185,38 @@ def _checked(schedule: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[st
     return cast("Mapping[str, Any]", told)
 
 
+def _chosen(hyperparameters: Mapping[str, Any], only: Sequence[str] | None) -> Mapping[str, Any]:
+    """Those that are to be replayed."""
+    if only is None:
+        return hyperparameters
+    if isinstance(only, str) or not only:
+        raise ValueError(f'only must be a list of names of hyperparameters, got {only!r}; write ["learning_rate"]')
+    chosen = {}
+    for name in only:
+        found = {key: told for key, told in hyperparameters.items() if key == name or key.startswith(f"{name}/")}
+        if not found:
+            raise ValueError(f"only must be names that schedule has, got {name!r}; it has {sorted(hyperparameters)}")
+        chosen.update(found)
+    return chosen
+
+
+def _notices(told: Mapping[str, Any]) -> list[str]:
+    """What makes plain training with it another thing than the run was."""
+    found = []
+    if (told.get("outer_step") or 1.0) < 1:
+        found.append(
+            f"the schedule was learned with an outer step of {told['outer_step']:g}, which forgives rates that are too "
+            "high for plain training; replay it with the same one: "
+            f"hdet.Ensemble(..., outer_step={told['outer_step']:g})"
+        )
+    if told.get("gradients") == "local":
+        found.append(
+            "the schedule was learned with local gradients, where each replica steps on its own part of the batch; "
+            'replay it with the same: hdet.Ensemble(..., gradients="local")'
+        )
+    return found
+
+
 def _curves(hyperparameters: Mapping[str, Any]) -> dict[tuple[str, str], _Curve]:
     found = {}
     for name, told in hyperparameters.items():
@@ -204,5 +247,8 @@ def _placed(
                 "groups as in the run that it comes from"
             )
         if entry[0] not in groups[group]:
-            raise ValueError(f"schedule has {name}, but {type(optimizer).__name__} has no {entry[0]!r} in its groups")
+            raise ValueError(
+                f"schedule has {name}, but {type(optimizer).__name__} has no {entry[0]!r} in its groups; say what else "
+                'to replay, for example only=["learning_rate"]'
+            )
     return [(group, entry, curve) for group, entry, _, curve in own]

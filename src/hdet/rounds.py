@@ -13,7 +13,7 @@ from hdet.replicas import Replicas, Where, find_replicas
 
 
 @dataclass
-class Progress:
+class Position:
     """Where the run is.
 
     Attributes:
@@ -47,7 +47,7 @@ class Rounds:
         local: the replicas differ even under the same values, as they do not share their gradients.
 
     Attributes:
-        at: the progress.
+        at: where the run is.
         dealt: this round's multipliers by hyperparameter and replica; the same on every replica.
     """
 
@@ -63,7 +63,7 @@ class Rounds:
         until: Mapping[str, int] | None = None,
         local: bool = False,
     ) -> None:
-        self.at = Progress()
+        self.at = Position()
         self.dealt: dict[str, tuple[float, ...]] = {}
         self._hyperparameters = tuple(hyperparameters)
         self._design, self._until, self._local = design, dict(until or {}), local
@@ -189,7 +189,7 @@ class Rounds:
         return [h for h in self._hyperparameters if h.diverges and began < self._until.get(h.name, began + 1)]
 
 
-def _warn_unfinished(at: Progress) -> None:
+def _warn_unfinished(at: Position) -> None:
     if at.step_in_round > 0 and not at.finished and not at.equal:
         warnings.warn(
             "a run ended in mid-round: the replicas hold different weights; call ensemble.finish() at the end",

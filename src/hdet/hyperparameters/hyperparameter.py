@@ -109,6 +109,13 @@ class Hyperparameter:
         center = self.center(base, scale)
         return center if multiplier == 1.0 else self._bounded(self._move(center, multiplier))
 
+    def values_of(self, base: float, scale: float, multipliers: Sequence[float]) -> tuple[float, ...]:
+        """`value_of()` for many replicas: the center and the coordinate are looked at once."""
+        center = self.center(base, scale)
+        if self.coordinate == "log" and self.bounds == _ANYTHING:
+            return tuple([center * k for k in multipliers])
+        return tuple([center if k == 1.0 else self._bounded(self._move(center, k)) for k in multipliers])
+
     def limits(self, base: float, size: int) -> tuple[float, float]:
         """The least and the largest scale that keep all values of `size` replicas within the bounds."""
         low, high = self.bounds

@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn
 
 from hdet.lab.errors import FolderError, InterruptedRunError, LabError, OptionError, warnings_in_words
 from hdet.lab.folder import default_folder, read, require_empty
+from hdet.lab.lock import locked
 from hdet.lab.options import CONTROLLERS, EXPLORABLE, OPTIMIZERS, SIZES, RunOptions
 from hdet.lab.plan_command import OPTIONS as PLAN_OPTIONS
 from hdet.lab.plan_command import add_command as add_plan
@@ -191,7 +192,8 @@ def _demo(arguments: argparse.Namespace) -> str:
     _prepare(arguments)
     folder = arguments.folder or default_folder("demo")
     steps = STEPS if arguments.steps is None else arguments.steps
-    return demo(folder, steps=steps, replicas=arguments.replicas, one_process=arguments.in_process)
+    with locked(folder):
+        return demo(folder, steps=steps, replicas=arguments.replicas, one_process=arguments.in_process)
 
 
 def _train(arguments: argparse.Namespace) -> str:
@@ -203,8 +205,9 @@ def _train(arguments: argparse.Namespace) -> str:
     require_empty(folder)
     _prepare(arguments)
     options.make_task()
-    run_all([Job(options, str(folder))], lambda size: arguments.in_process)
-    return summary(options, folder)
+    with locked(folder):
+        run_all([Job(options, str(folder))], lambda size: arguments.in_process)
+        return summary(options, folder)
 
 
 def _resume(arguments: argparse.Namespace) -> str:
@@ -220,11 +223,12 @@ def _resume(arguments: argparse.Namespace) -> str:
     options = RunOptions.from_json(about["options"])
     if arguments.replicas is not None:
         options = options.replace(replicas=arguments.replicas)
-    if read(folder / "result.json") is None:
-        _prepare(arguments)
-        options.make_task()
-        launch([Job(options, str(folder))], one_process=arguments.in_process)
-    return summary(options, folder)
+    with locked(folder):
+        if read(folder / "result.json") is None:
+            _prepare(arguments)
+            options.make_task()
+            launch([Job(options, str(folder))], one_process=arguments.in_process)
+        return summary(options, folder)
 
 
 def _find_lr(arguments: argparse.Namespace) -> str:
@@ -237,7 +241,8 @@ def _find_lr(arguments: argparse.Namespace) -> str:
     require_empty(folder)
     _prepare(arguments)
     options.make_task()
-    launch([Job(options, str(folder), finds=True)], one_process=arguments.in_process)
+    with locked(folder):
+        launch([Job(options, str(folder), finds=True)], one_process=arguments.in_process)
     return f"\n{finder.show(read(folder / 'find_lr.json'), folder)}\nEverything is in {folder}"
 
 
@@ -257,10 +262,11 @@ def _sweep(arguments: argparse.Namespace) -> str:
     options, seeds = _several(arguments)
     _prepare(arguments)
     folder = arguments.folder or default_folder(f"sweep-{options.task}")
-    result = sweep.sweep(
-        options, folder, seeds=seeds, ratio=arguments.ratio, most_rates=arguments.most_rates,
-        one_process=lambda size: arguments.in_process,
-    )  # fmt: skip
+    with locked(folder):
+        result = sweep.sweep(
+            options, folder, seeds=seeds, ratio=arguments.ratio, most_rates=arguments.most_rates,
+            one_process=lambda size: arguments.in_process,
+        )  # fmt: skip
     try:
         drawn = f"Picture: {pictures.sweep(result, folder / 'sweep.png')}"
     except LabError as error:
@@ -275,10 +281,11 @@ def _returns(arguments: argparse.Namespace) -> str:
     _prepare(arguments)
     folder = arguments.folder or default_folder(f"returns-{options.task}")
     most = 2 * (os.cpu_count() or 1)
-    result = returns.returns(
-        options, folder, sizes=arguments.sizes, seeds=seeds,
-        one_process=lambda size: arguments.in_process or size > most,
-    )  # fmt: skip
+    with locked(folder):
+        result = returns.returns(
+            options, folder, sizes=arguments.sizes, seeds=seeds,
+            one_process=lambda size: arguments.in_process or size > most,
+        )  # fmt: skip
     return f"\n{returns.show(result)}\n\nEverything is in {folder}"
 
 

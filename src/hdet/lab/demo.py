@@ -11,7 +11,7 @@ from hdet.lab.folder import RunFolder, read_lines, require_empty
 from hdet.lab.launch import launch
 from hdet.lab.options import RunOptions
 from hdet.lab.runs import run_all
-from hdet.lab.summary import draw
+from hdet.lab.summary import draw, what_next
 from hdet.lab.tables import number, table
 from hdet.lab.worker import Job
 
@@ -38,7 +38,8 @@ def demo(folder: Path, *, steps: int = STEPS, replicas: int = REPLICAS, one_proc
     results = dict(zip(jobs, run_all(list(jobs.values()), lambda size: one_process), strict=True))
     seconds = time.monotonic() - started
     drawn = draw({name: Path(job.folder) for name, job in jobs.items()}, folder)
-    return f"\n{_table(results)}\n\n{_verdict(results, jobs)}\n\n{drawn}\nEverything is in {folder} ({seconds:.0f} s)."
+    said = f"\n{_table(results)}\n\n{_verdict(results, jobs)}\n\n{drawn}\nEverything is in {folder} ({seconds:.0f} s)."
+    return f"{said}\n{what_next([Path(job.folder) for job in reversed(jobs.values())])}"
 
 
 def _introduction(steps: int, replicas: int, low: float, best: float) -> str:

@@ -12,16 +12,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet import FindLRError, FoundRate, data_parallel, find_lr, find_replicas
+from hdet.json_lines import strict
 from hdet.lab.errors import LabError
-from hdet.lab.folder import RunFolder, plain
+from hdet.lab.folder import RunFolder
 from hdet.lab.options import RunOptions
-from hdet.lab.progress import Progress
 from hdet.lab.setup import device, make_probe
+from hdet.lab.status_line import StatusLine
 from hdet.lab.tables import table
 from hdet.lab.tasks import Task
 
 _SHOWN_EVERY = 10  # steps
-_OUTER_HALF = 1.0  # find_lr's factor with an outer step of 1/2
 
 
 def find_rate(options: RunOptions, folder: str | Path) -> dict[str, Any]:
@@ -54,23 +54,23 @@ def find(options: RunOptions, task: Task, model: nn.Module, optimizer: Optimizer
         LabError: if the loss does not fall at any rate.
     """
     replicas = find_replicas()
-    progress = Progress(f"{options.task}, find-lr, seed {options.seed}", None, replicas.rank == 0)
+    line = StatusLine(f"{options.task}, find-lr, seed {options.seed}", None, replicas.rank == 0)
     taken = itertools.count(1)
 
     def step(index: int) -> None:
         batch = task.batch(index % task.steps, replicas.rank, replicas.size)
         loss = task.loss(model, batch, options.label_smoothing)
         loss.backward()  # type: ignore[no-untyped-call]
-        progress.step()
+        line.step()
         if (count := next(taken)) % _SHOWN_EVERY == 0:
-            progress.show(count, loss.item(), f"{float(optimizer.param_groups[0]['lr']):.1e}")
+            line.show(count, loss.item(), f"{float(optimizer.param_groups[0]['lr']):.1e}")
 
     try:
         return find_lr(model, optimizer, step, probe=make_probe(options, task), outer_step=outer_step)
     except FindLRError as error:
         raise LabError(str(error)) from error
     finally:
-        progress.close()
+        line.close()
 
 
 def show(result: dict[str, Any], folder: Path) -> str:
@@ -93,8 +93,8 @@ def show(result: dict[str, Any], folder: Path) -> str:
 def _result(options: RunOptions, peak_lr: float, found: FoundRate) -> dict[str, Any]:
     copied = {name: getattr(options, name) for name in ("task", "size", "seed", "replicas", "optimizer")}
     middle = math.sqrt(found.interval[0] * found.interval[1])
-    other = {"peak_lr": peak_lr, "rate_outer_half": _OUTER_HALF * middle}
-    result: dict[str, Any] = plain({**copied, **other, **plain(found)})
+    other = {"peak_lr": peak_lr, "rate_outer_half": middle}  # find_lr's factor is 1 there
+    result: dict[str, Any] = strict({**copied, **other, **strict(found)})
     return result
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 import os
 import platform
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,9 @@ from typing import Any
 import torch
 
 from hdet import JSONLines, RoundRecord
+from hdet.json_lines import parse, strict
 from hdet.lab.errors import FolderError
+from hdet.lab.lock import LOCK, locked
 from hdet.lab.options import RunOptions
 
 
@@ -40,19 +40,19 @@ class RunFolder:
         """One file, written whole or not at all."""
         with _clearly(self.path / name):
             unfinished = self.path / f"{name}.part"
-            unfinished.write_text(json.dumps(plain(value), indent=1, allow_nan=False) + "\n")
+            unfinished.write_text(json.dumps(strict(value), indent=1, allow_nan=False) + "\n")
             os.replace(unfinished, self.path / name)
 
     def append(self, name: str, value: Any) -> None:
         """One line of a file; it is on its way to the disk when this returns."""
         with _clearly(self.path / name), open(self.path / name, "a") as file:
-            file.write(json.dumps(plain(value), allow_nan=False) + "\n")
+            file.write(json.dumps(strict(value), allow_nan=False) + "\n")
 
     def record(self, record: RoundRecord) -> None:
         """One line of rounds.jsonl."""
         self.last_round = record
         with _clearly(self.path / "rounds.jsonl"):
-            self._rounds(record)
+            self._rounds.write(record)
 
     def rewind(self, name: str, step: int) -> None:
         """Leave out the lines that were written after `step`, of a file of lines that have one."""
@@ -99,30 +99,9 @@ def reported(result: dict[str, Any]) -> dict[str, Any]:
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a JSON Lines file; none if there is no such file. A line cut short by a kill is left out."""
     try:
-        lines = Path(path).read_text().splitlines()
+        return list(parse(Path(path).read_bytes(), Path(path)))
     except FileNotFoundError:
         return []
-    found = []
-    for number, line in enumerate(lines):
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number < len(lines) - 1:
-                raise
-    return found
-
-
-def plain(value: Any) -> Any:
-    """As JSON has it: records as objects, tuples as lists, and null for a number that is not finite."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def default_folder(name: str) -> Path:
@@ -133,13 +112,16 @@ def default_folder(name: str) -> Path:
 
 
 def require_empty(path: Path) -> None:
-    """Refuse a folder that holds something already.
+    """Refuse a folder that holds something already, or in which a run is alive.
 
     Raises:
         FolderError: with what to do about it.
     """
     with _clearly(path):
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and (not path.is_dir() or any(entry.name != LOCK for entry in path.iterdir())):
+            if (path / LOCK).exists():
+                with locked(path):
+                    pass
             raise FolderError(f"{path} exists and is not an empty folder; choose another one with --folder")
 
 

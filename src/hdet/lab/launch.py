@@ -7,12 +7,14 @@ import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import shlex
 import signal
 import tempfile
 import threading
 import traceback
 import uuid
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -77,7 +79,7 @@ def _deaf() -> Iterator[None]:
 def _launch_threads(jobs: Sequence[Job], size: int) -> None:
     for job in jobs:
         try:
-            with _interruptible(threads=True):
+            with _interruptible(jobs, threads=True):
                 in_process(perform, size, job)
         except ReplicaError as error:
             cause = error.__cause__
@@ -108,7 +110,7 @@ def _launch_processes(jobs: Sequence[Job], size: int) -> None:
             local_addr="localhost",
             shutdown_timeout=_SECONDS_TO_END,
         )
-        with _interruptible(), _quiet():
+        with _interruptible(jobs), _quiet():
             try:
                 elastic_launch(config, work)(list(jobs))
             except ChildFailedError as error:
@@ -139,7 +141,7 @@ def _end_children(others: set[Any]) -> None:
 
 
 @contextlib.contextmanager
-def _interruptible(threads: bool = False) -> Iterator[None]:
+def _interruptible(jobs: Sequence[Job], threads: bool = False) -> Iterator[None]:
     """Ctrl-C and SIGTERM within it become an `InterruptedRunError`; the launcher's own handlers go afterwards."""
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -150,10 +152,21 @@ def _interruptible(threads: bool = False) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise InterruptedRunError("stopped; what was written so far is in the run folder", threads) from None
+        raise InterruptedRunError(_stopped(jobs), threads) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _stopped(jobs: Sequence[Job]) -> str:
+    """What there is of the run that was stopped, and how to go on with it."""
+    begun = [Path(job.folder) for job in jobs if (Path(job.folder) / "options.json").exists()]
+    if not begun:
+        return "stopped; nothing was written"
+    said = f"stopped; what was written so far is in {begun[-1]}"
+    if any(begun[-1].glob("checkpoints/*-step-*")):
+        said += f"; go on with: hdet resume {shlex.quote(str(begun[-1]))}"
+    return said
 
 
 _OTHERS = [getattr(signal, name) for name in ("SIGHUP", "SIGQUIT") if hasattr(signal, name)]

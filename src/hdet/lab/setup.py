@@ -53,19 +53,30 @@ def make_probe(options: RunOptions, task: Task) -> Probe:
 def charged_steps(options: RunOptions, task: Task, found: FoundRate | None) -> int:
     """What is left of the task's steps when finder and probe have been paid: a forward pass is a third of a step.
 
-    In a round every replica scores its own weights on the whole probe, and all together those it began with.
+    In a round every replica scores its own weights on the whole probe, and all together those it began with. How long
+    rounds are depends on the length of the run: the one that is left is paid, not the one that is asked for.
     """
+    if not options.probes:
+        return task.steps
     left = float(task.steps)
     if found is not None:
         left -= found.steps + found.samples / 3 / task.global_batch
-    if not options.probes:
-        return task.steps
-    plan: Plan = make_controller(options, task.steps).plan(list(options.explored()), task.steps)
-    if any(plan.until.get(name, 1) > 0 for name in options.explored()):
-        own = plan.interval or max(task.steps // 200, 1)
-        interval = own if options.interval == "auto" else options.interval
-        left /= 1 + (options.replicas + 1) * _PROBE_BATCHES / 3 / interval
-    return max(1, math.floor(left))
+    steps = max(1, math.floor(left))
+    while True:  # shorter runs have shorter rounds, so this only ever falls
+        paid = max(1, math.floor(left / (1 + _probing(options, steps, found is not None))))
+        if paid >= steps:
+            return steps
+        steps = paid
+
+
+def _probing(options: RunOptions, steps: int, found: bool) -> float:
+    """What the probes of a run cost for each of its steps, in steps."""
+    plan: Plan = make_controller(options, steps, found).plan(list(options.explored()), steps)
+    if all(plan.until.get(name, 1) == 0 for name in options.explored()):
+        return 0.0
+    own = plan.interval or min(max(steps // 200, 1), 1000)
+    interval = min(own, steps) if options.interval == "auto" else options.interval
+    return (options.replicas + 1) * _PROBE_BATCHES / 3 / interval
 
 
 def make_smoothing(options: RunOptions) -> Scalar:
@@ -78,12 +89,24 @@ def make_ensemble(
     options: RunOptions,
     task: Task,
     steps: int,
+    found: bool,
     model: nn.Module,
     optimizer: Optimizer,
     smoothing: Scalar,
     on_round: Sequence[Callable[[RoundRecord], object]],
 ) -> Ensemble | None:
-    """What makes the replicas fan out and converge; None for the plain schedule."""
+    """What makes the replicas fan out and converge; None for the plain schedule.
+
+    Args:
+        options: the run.
+        task: its task.
+        steps: how long it is.
+        found: whether its rate was found before.
+        model: the model.
+        optimizer: its optimizer.
+        smoothing: the label smoothing.
+        on_round: sinks for its records.
+    """
     if not options.fans_out:
         return None
     return Ensemble(
@@ -91,7 +114,7 @@ def make_ensemble(
         _hyperparameters(options, model, optimizer, smoothing),
         total_steps=steps,
         interval=options.interval,
-        controller=make_controller(options, steps),
+        controller=make_controller(options, steps, found),
         probe=make_probe(options, task) if options.probes else None,
         gradients=options.gradients,
         outer_step=make_outer_step(options),
@@ -110,13 +133,18 @@ def make_outer_step(options: RunOptions) -> float | Nesterov | None:
     return Nesterov(default.lr if options.outer_step is None else options.outer_step, options.outer_momentum)
 
 
-def make_controller(options: RunOptions, steps: int) -> Any:
-    """The controller of that name."""
+def make_controller(options: RunOptions, steps: int, found: bool = False) -> Any:
+    """The controller of that name.
+
+    A rate that `Auto` has found it also keeps, be the run that is left after that as short as those in which it would
+    search along the way.
+    """
     if options.controller == "softmax":
         warmup = steps // 3 if options.warmup_steps is None else options.warmup_steps
         return Softmax(temperature=options.temperature, warmup_steps=warmup)
     if options.controller == "auto":
-        return Auto(finds=False)  # it is found before the schedule is made
+        short = min(Auto.short, steps - 1) if found else Auto.short
+        return Auto(finds=False, short=short)  # it is found before the schedule is made
     kinds: dict[str, type[Any]] = {"fixed": Fixed, "line_search": LineSearch, "slope": Slope}
     return kinds[options.controller]()
 

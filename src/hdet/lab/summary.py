@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from hdet.lab import pictures
@@ -24,9 +26,20 @@ def summary(options: RunOptions, folder: Path) -> str:
     rows += [["peak lr", f"{result['peak_lr']:.3g}"], ["steps", str(result["steps"])]]
     rows += [[f"{name}: scale at step {result['scales_step']}", f"{x:.3g}"] for name, x in result["scales"].items()]
     rows += [["seconds", f"{result['seconds']:.1f}"]]
+    if result.get("resumed_at"):
+        rows.append(["resumed at step", ", ".join(map(str, result["resumed_at"]))])
     drawn = draw({f"{options.task}, {options.controller}": folder}, folder)
     header = "held out, unseen half" if result["held_out_probe"] else "held out, all samples"
-    return f"\n{table([header, ''], rows)}\n\n{drawn}\nEverything is in {folder}"
+    return f"\n{table([header, ''], rows)}\n\n{drawn}\nEverything is in {folder}\n{what_next([folder])}"
+
+
+def what_next(runs: Sequence[Path]) -> str:
+    """The commands that go on from some runs, of which the first is the one to learn from."""
+    names = [shlex.quote(str(path)) for path in runs]
+    said = [f"hdet report {' '.join(names)}"]
+    if (runs[0] / "rounds.jsonl").exists():
+        said.append(f"hdet export {names[0]}")
+    return "Next: " + "\n      ".join(said)
 
 
 def draw(runs: dict[str, Path], folder: Path) -> str:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hdet.lab.errors import LabError, warnings_in_words
+from hdet.lab.lock import locked
 from hdet.lab.options import RunOptions
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "recvValue failed")
@@ -136,9 +138,10 @@ def run(argv: Sequence[str] | None = None) -> int:
 
     try:
         job = worker_job(argv, int(os.environ.get("WORLD_SIZE", "1")))
-        work([job])
-        if _is_first():
-            print(summary(job.options, Path(job.folder)), flush=True)
+        with locked(Path(job.folder)) if _is_first() else nullcontext():
+            work([job])
+            if _is_first():
+                print(summary(job.options, Path(job.folder)), flush=True)
     except LabError as error:
         print(f"hdet: error: {said(error)}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -3,7 +3,7 @@
 Nothing else in the library issues collectives.
 """
 
-from hdet.replicas.find import Where, find_replicas, is_first, seated
+from hdet.replicas.find import Where, find_replicas, seated
 from hdet.replicas.group import LostReplicaError, Replicas, Travelling, collective_device, weigh
 from hdet.replicas.sharded import ShardedReplicas
 
@@ -15,7 +15,6 @@ __all__ = [
     "Where",
     "collective_device",
     "find_replicas",
-    "is_first",
     "seated",
     "weigh",
 ]

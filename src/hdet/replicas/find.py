@@ -26,11 +26,6 @@ def find_replicas(where: Where | None = None) -> Replicas:
     return Replicas(where) if seat is None or where is not None else seat
 
 
-def is_first(where: Where | None = None) -> bool:
-    """Whether the caller is the replica that writes files and talks to trackers."""
-    return find_replicas(where).rank == 0
-
-
 @contextmanager
 def seated(replicas: Replicas) -> Iterator[None]:
     """Within it `find_replicas()` finds `replicas`, in this thread."""

@@ -12,6 +12,7 @@ MOST_REPLICAS = 16
 """More than that are shown by quantiles."""
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
+_NOT_FINITE = frozenset({"nan", "inf", "-inf"})
 _MOST_POINTS = 250_000  # of all rounds' line searches together, with many replicas
 
 
@@ -21,13 +22,12 @@ def columns(lines: Sequence[Mapping[str, Any]], since: int = 0) -> dict[str, Any
     names = list(lines[-1]["hyperparameters"]) if lines else []
     found: dict[str, Any] = {key: [line[key] for line in part] for key in ("round", "step")}
     found["full"] = [bool(line["full"]) for line in part]
-    found["start"] = [_short(line.get("start")) for line in part]
-    for key in ("round_seconds", "converge_seconds", "probe_seconds"):
-        found[key] = [_short(line.get(key)) for line in part]
+    for key in ("start", "round_seconds", "converge_seconds", "probe_seconds"):
+        found[key] = _short([line.get(key) for line in part])
     for key in ("scores", "probe"):
         found[key] = _each([line.get(key) or [] for line in part], _replicas(lines))
     found["best"] = [_best(line) for line in part]
-    found["mean"] = [_mean(line["scores"]) for line in part]
+    found["mean"] = _short([_mean(line["scores"]) for line in part])
     several = len(names) > 1
     found["hyperparameters"] = {
         name: _hyperparameter([line["hyperparameters"].get(name) for line in part], part, lines, several)
@@ -57,15 +57,15 @@ def _hyperparameter(
 ) -> dict[str, Any]:
     told: list[Mapping[str, Any]] = [row or {} for row in rows]
     found: dict[str, Any] = {
-        key: [_short(row.get(key)) for row in told]
+        key: _short([row.get(key) for row in told])
         for key in ("base", "center", "scale", "scale_before", "estimate", "error")
     }
     found["values"] = _each([row.get("values") or [] for row in told], _replicas(lines))
     found["decision"] = [str(row.get("decision") or "") for row in told]
     found["finding"] = [str(row.get("finding") or "") for row in told]
     memory = [row.get("memory") or {} for row in told]
-    found["target"] = [_short(kept.get("target")) for kept in memory]
-    found["vertex"] = [_vertex(kept) for kept in memory]
+    found["target"] = _short([kept.get("target") for kept in memory])
+    found["vertex"] = _short([_vertex(kept) for kept in memory])
     found["fit"] = [_fit(row, line, several) for row, line in zip(told, part, strict=True)]
     return found
 
@@ -83,18 +83,18 @@ def _fit(row: Mapping[str, Any], line: Mapping[str, Any], several: bool) -> list
     a, b = found
     kept = [(rho, rise) for rho, rise in zip(rhos, rises, strict=True) if math.isfinite(rise)]
     c = sum(rise - a * rho - b * rho * rho for rho, rise in kept) / len(kept) if several else 0.0
-    return [_short(c), _short(a), _short(b)]
+    return _short([c, a, b])
 
 
 def _vertex(memory: Mapping[str, Any]) -> float | None:
     """Where the controller takes the lowest point to be, from all its rounds; None on a hill."""
     slope, curvature = memory.get("slope"), memory.get("curvature")
-    return _short(-slope / (2 * curvature)) if slope is not None and curvature and slope < 0 < curvature else None
+    return -slope / (2 * curvature) if slope is not None and curvature and slope < 0 < curvature else None
 
 
 def _points(line: Mapping[str, Any]) -> dict[str, Any]:
-    values = {name: [_short(x) for x in row["values"]] for name, row in line["hyperparameters"].items()}
-    return {"values": values, "losses": [_short(x) for x in line.get("probe") or line["scores"]]}
+    values = {name: _short(row["values"]) for name, row in line["hyperparameters"].items()}
+    return {"values": values, "losses": _short(line.get("probe") or line["scores"])}
 
 
 def _each(rows: Sequence[Sequence[float | None]], replicas: int) -> list[list[float | None]]:
@@ -102,14 +102,14 @@ def _each(rows: Sequence[Sequence[float | None]], replicas: int) -> list[list[fl
     if replicas > MOST_REPLICAS:
         told = [_quantiles(row) for row in rows]
         return [[row[k] for row in told] for k in range(len(QUANTILES))]
-    return [[_short(row[k]) if k < len(row) else None for row in rows] for k in range(replicas)]
+    return [_short([row[k] if k < len(row) else None for row in rows]) for k in range(replicas)]
 
 
 def _quantiles(row: Sequence[float | None]) -> list[float | None]:
     known = sorted(x for x in row if x is not None)
     if not known:
         return [None] * len(QUANTILES)
-    return [_short(known[round(q * (len(known) - 1))]) for q in QUANTILES]
+    return _short([known[round(q * (len(known) - 1))] for q in QUANTILES])
 
 
 def _best(line: Mapping[str, Any]) -> int | None:
@@ -120,7 +120,7 @@ def _best(line: Mapping[str, Any]) -> int | None:
 
 def _mean(scores: Sequence[float | None]) -> float | None:
     known = [score for score in scores if score is not None]
-    return _short(sum(known) / len(known)) if known else None
+    return sum(known) / len(known) if known else None
 
 
 def _replicas(lines: Sequence[Mapping[str, Any]]) -> int:
@@ -128,10 +128,13 @@ def _replicas(lines: Sequence[Mapping[str, Any]]) -> int:
     return max((len(line["scores"]) for line in lines), default=0)
 
 
-def _short(x: Any) -> float | None:
-    if not isinstance(x, (int, float)) or not math.isfinite(x):
-        return None
-    return float(f"{x:.6g}")
+def _short(numbers: Sequence[float | None]) -> list[float | None]:
+    """With six digits, all at once; None for what is not finite."""
+    known = tuple([math.nan if x is None else x for x in numbers])
+    texts = ("%.6g " * len(known) % known).split()
+    if math.isfinite(sum(known)):
+        return list(map(float, texts))
+    return [None if text in _NOT_FINITE else float(text) for text in texts]
 
 
 def _key(x: float | None) -> float:

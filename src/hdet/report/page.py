@@ -64,7 +64,7 @@ def page(runs: Sequence[dict[str, Any]], *, live: bool = False, chosen: int | No
         chosen: the index of the round whose line search is shown first; by default the last.
     """
     data = {"runs": list(runs), "live": live, "chosen": chosen}
-    packed = gzip.compress(json.dumps(data, allow_nan=False, separators=(",", ":")).encode(), 6, mtime=0)
+    packed = gzip.compress(json.dumps(data, allow_nan=False, separators=(",", ":")).encode(), 5, mtime=0)
     scripts = [_asset(name) for name in ("uPlot.iife.min.js", "charts.js", "page.js")]
     style = _asset("uPlot.min.css") + _asset("page.css")
     title = ", ".join(run["name"] for run in runs)
@@ -94,11 +94,15 @@ def page(runs: Sequence[dict[str, Any]], *, live: bool = False, chosen: int | No
     return text
 
 
-def write_page(runs: Sequence[Run], path: str | os.PathLike[str], chosen: int | None = None) -> None:
-    """Write the page of some runs to a file."""
-    text = page([run_data(run) for run in runs], chosen=chosen)
+def write_page(
+    runs: Sequence[Run], path: str | os.PathLike[str], chosen: int | None = None
+) -> list[list[dict[str, str]]]:
+    """Write the page of some runs to a file; the summaries that it begins with."""
+    told = [run_data(run) for run in runs]
+    text = page(told, chosen=chosen)
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
+    return [run["summary"] for run in told]
 
 
 def _asset(name: str) -> str:

@@ -24,7 +24,7 @@ def draw(run: Run, folder: Path, chosen: int | None = None) -> list[Path]:
     Raises:
         RuntimeError: without matplotlib, with what to install.
     """
-    plt = _matplotlib()
+    plt = pyplot()
     told = columns(run.lines)
     names = list(told["hyperparameters"])
     drawn = {}
@@ -45,6 +45,32 @@ def draw(run: Run, folder: Path, chosen: int | None = None) -> list[Path]:
         figure.savefig(paths[-1], dpi=120)
         plt.close(figure)
     return paths
+
+
+def draw_fan(run: Run, picture: Path) -> Path | None:
+    """Only what was tried, and below it the factor on the schedule, in one picture; None if nothing fanned out.
+
+    Raises:
+        RuntimeError: without matplotlib, with what to install.
+    """
+    plt = pyplot()
+    told = columns(run.lines)
+    names = list(told["hyperparameters"])
+    if not names:
+        return None
+    width = 8.0 if len(names) == 1 else 4.5 * len(names)
+    figure, axes = plt.subplots(2, len(names), figsize=(width, 6.5), squeeze=False, sharex=True)
+    for column, name in enumerate(names):
+        above, below = axes[0][column], axes[1][column]
+        _fan(above, told, name, run)
+        _factor(below, told, name)
+        above.set(title=_plain(name), xlabel="")
+        for axis in (above, below):
+            axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
+    return picture
 
 
 def _figure(plt: Any, names: list[str], paint: Any) -> Any:
@@ -69,6 +95,7 @@ def _fan(axis: Any, told: dict[str, Any], name: str, run: Run) -> None:
     axis.plot(steps, _nan(row["base"]), "k--", linewidth=1, label="schedule")
     axis.plot(steps, _nan(row["center"]), "k-", linewidth=1.2, label="center")
     axis.set_xlabel("step")
+    axis.set_ylabel(_quantity(name))
     axis.legend(fontsize="small")
 
 
@@ -154,6 +181,11 @@ def _with_losses(told: dict[str, Any]) -> int | None:
     return next((at for at in differ if told["best"][at] is not None), None)
 
 
+def _quantity(name: str) -> str:
+    """What the values of a hyperparameter are: "learning_rate/dense" is a learning rate."""
+    return _plain(name.partition("/")[0].replace("_", " "))
+
+
 def _nan(column: list[float | None]) -> list[float]:
     return [math.nan if x is None else x for x in column]
 
@@ -167,7 +199,12 @@ def _plain(name: str) -> str:
     return name[:60].replace("$", r"\$")
 
 
-def _matplotlib() -> Any:
+def pyplot() -> Any:
+    """matplotlib, drawing to files only.
+
+    Raises:
+        RuntimeError: without it, with what to install.
+    """
     try:
         importlib.import_module("matplotlib").use("Agg")
         return importlib.import_module("matplotlib.pyplot")

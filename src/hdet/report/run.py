@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 import statistics
@@ -11,8 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from hdet.json_lines import append
+from hdet.json_lines import append, parse
 
+_LARGEST = sys.float_info.max
 _SECONDS_TO_STALL = 30.0
 _ROUNDS_TO_STALL = 10
 _SECONDS = ("round_seconds", "converge_seconds", "probe_seconds")
@@ -116,8 +116,7 @@ class Run:
             return
         path = self.path.with_name("losses.jsonl")
         if path.exists():
-            text = path.read_text()
-            lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+            lines = parse(path.read_bytes(), path)
             self.losses = [(int(line["step"]), _number(line["loss"]), _number(line.get("lr"))) for line in lines]
         result = self.path.with_name("result.json")
         self.result = json.loads(result.read_text()) if result.exists() else None
@@ -135,12 +134,16 @@ def _cleaned(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(values: Any) -> list[float | None]:
-    return [_number(value) for value in values] if isinstance(values, list) else []
+    if not isinstance(values, list):
+        return []
+    return [value if type(value) is float and -_LARGEST < value < _LARGEST else _number(value) for value in values]
 
 
 def _number(value: Any) -> float | None:
-    known = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
-    return float(value) if known and abs(value) < sys.float_info.max else None
+    if type(value) is float:  # nearly always
+        return value if -_LARGEST < value < _LARGEST else None
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
+    return float(value) if known else None
 
 
 def _open(path: Path) -> Any:

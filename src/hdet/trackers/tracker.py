@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hdet.record import RoundRecord, metrics
-from hdet.replicas import is_first
+from hdet.sink import writes
 
 
 class Tracker:
@@ -16,7 +16,7 @@ class Tracker:
 
     Args:
         prefix: what the names of the numbers begin with.
-        process_group: the replicas; by default all ranks.
+        process_group: the replicas, of which the first tells; by default those of the ensemble.
     """
 
     def __init__(self, prefix: str = "hdet/", process_group: dist.ProcessGroup | None = None) -> None:
@@ -25,7 +25,7 @@ class Tracker:
 
     def __call__(self, record: RoundRecord) -> None:
         """Tell one record."""
-        if is_first(self._process_group):
+        if writes(record, self._process_group):
             self.log({f"{self._prefix}{name}": value for name, value in metrics(record).items()}, record)
 
     def log(self, numbers: dict[str, float], record: RoundRecord) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-class Progress:
-    """Progress of one run, shown by the first replica only.
+class StatusLine:
+    """How far one run is, shown by the first replica only.
 
     Args:
         title: what is being run.
@@ -23,8 +23,15 @@ class Progress:
     def __init__(self, title: str, steps: int | None, shown: bool) -> None:
         self._title, self._steps, self._shown = title, steps, shown
         self._started = self._last = time.monotonic()
+        self._first = 0
         self._unsaid = ""  # the latest state, as long as it was not printed
         self._bar = _bar(title, steps) if shown and sys.stderr.isatty() else None
+
+    def start_from(self, step: int) -> None:
+        """Begin after `step` steps, which took no time of this process."""
+        self._first = step
+        if self._bar is not None:
+            self._bar.initial = self._bar.n = step
 
     def step(self) -> None:
         """One step was taken."""
@@ -40,7 +47,7 @@ class Progress:
         of, left = "", ""
         if self._steps is not None:
             of = f"/{self._steps}"
-            left = f", {(now - self._started) / step * (self._steps - step):.0f} s left"
+            left = f", {(now - self._started) / (step - self._first) * (self._steps - step):.0f} s left"
         self._unsaid = f"{self._title}: step {step}{of}, loss {loss:.3f}, lr {rates}{left}"
         if now - self._last >= _SECONDS_BETWEEN_LINES:
             self._last = now

@@ -1,0 +1,81 @@
+"""What is settled before the first step of a run: its peak rate and its length. A resumed run keeps to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hdet import Auto, find_replicas
+from hdet.lab.finder import find
+from hdet.lab.folder import RunFolder, read
+from hdet.lab.options import RunOptions
+from hdet.lab.setup import charged_steps, device
+from hdet.lab.tasks import Task
+
+_FILE = "start.json"
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run begins.
+
+    Attributes:
+        peak_lr: the peak of its schedule, found or given.
+        steps: its length, less what was charged.
+        finder_steps: steps in which the rate was looked for; 0 if it was not.
+        finder_cost: the same in training steps, with the scoring.
+        seconds: how long that took.
+    """
+
+    peak_lr: float
+    steps: int
+    finder_steps: int = 0
+    finder_cost: float = 0.0
+    seconds: float = 0.0
+
+
+def settle(
+    options: RunOptions, task: Task, model: nn.Module, optimizer: Optimizer, peak_lr: float, files: RunFolder | None
+) -> Start:
+    """The beginning of the run, collectively; of one that goes on, the one that it had.
+
+    Args:
+        options: the run.
+        task: its task.
+        model: whose rate may have to be found.
+        optimizer: the model's.
+        peak_lr: the rate to begin with, or to look from.
+        files: where the first replica writes; None on the others.
+
+    Raises:
+        LabError: if a rate is looked for and the loss does not fall at any.
+    """
+    known = _known(files) if options.checkpoint_every else None
+    if known is not None:
+        return known
+    found = None
+    if options.controller == "auto" and Auto().plan(list(options.explored()), task.steps).finds:
+        outer_step = Auto().outer_step if options.outer_step is None else options.outer_step
+        found = find(options, task, model, optimizer, outer_step)
+    steps = charged_steps(options, task, found) if options.charge else task.steps
+    start = Start(peak_lr, steps)
+    if found is not None:
+        start = Start(found.rate, steps, found.steps, found.cost, found.seconds)
+    if files is not None and options.checkpoint_every:
+        files.write(_FILE, start)
+    return start
+
+
+def _known(files: RunFolder | None) -> Start | None:
+    """What the first replica has read, on all of them: the folder may be its own."""
+    told = None if files is None else read(files.path / _FILE)
+    numbers = [0.0] * len(dataclasses.fields(Start)) if told is None else list(Start(**told).__dict__.values())
+    replicas = find_replicas()
+    everyone = replicas.gather(torch.tensor(numbers, dtype=torch.float64, device=device()))
+    replicas.close()
+    peak_lr, steps, finder_steps, *rest = everyone[0]
+    return Start(peak_lr, int(steps), int(finder_steps), *rest) if steps else None
