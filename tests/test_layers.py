@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "replicas": {"board"},
     "agreement": {"board", "hooks", "hyperparameters", "replicas"},
     "restore": set(),
+    "deepspeed": set(),
     "local_gradients": set(),
     "outer_step": {"arguments"},
     "controllers": {"arguments", "assignment"},
@@ -36,7 +37,7 @@ MAY_IMPORT = {
     "in_process": {"converge", "replicas"},
     "warm_init": {"agreement", "replicas"},
     "probe": {"arguments", "hooks", "replicas", "restore"},
-    "range_test": {"agreement", "arguments", "hooks", "probe", "replicas", "restore"},
+    "range_test": {"agreement", "arguments", "deepspeed", "hooks", "probe", "replicas", "restore"},
     "rollback": {"arguments", "converge", "replicas"},
     "judge": {"probe", "replicas", "score"},
     "guard": {"hyperparameters", "replicas"},
@@ -48,14 +49,15 @@ MAY_IMPORT = {
     },
     "no_effect": {"controllers", "outer_step"},
     "ensemble": {
-        "agreement", "arguments", "assignment", "checks", "controllers", "converge", "gradient_guard", "guard", "hooks",
-        "hyperparameters", "joining", "judge", "local_gradients", "no_effect", "outer_step", "probe", "quarantine",
-        "range_test", "record", "recording", "replicas", "rollback", "rounds", "score", "tensors", "values",
+        "agreement", "arguments", "assignment", "checks", "controllers", "converge", "deepspeed", "gradient_guard",
+        "guard", "hooks", "hyperparameters", "joining", "judge", "local_gradients", "no_effect", "outer_step", "probe",
+        "quarantine", "range_test", "record", "recording", "replicas", "rollback", "rounds", "score", "tensors",
+        "values",
     },
     "checkpoint": {"arguments", "ensemble", "hooks", "replicas", "restore"},
     "one_cycle": {
-        "agreement", "arguments", "assignment", "controllers", "ensemble", "hooks", "hyperparameters", "no_effect",
-        "outer_step", "range_test", "record", "rollback", "score",
+        "agreement", "arguments", "assignment", "controllers", "deepspeed", "ensemble", "hooks", "hyperparameters",
+        "no_effect", "outer_step", "range_test", "record", "rollback", "score",
     },
 }  # fmt: skip
 

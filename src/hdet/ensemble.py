@@ -29,6 +29,7 @@ from hdet.agreement.fingerprint import Claims, fingerprint, plain
 from hdet.arguments import check_count
 from hdet.assignment import Design
 from hdet.controllers import Auto, Controller, Fixed, Limits, Report, Steering, plan
+from hdet.deepspeed import check_deepspeed
 from hdet.gradient_guard import GradientGuard, finite
 from hdet.hooks import Hooks, innermost, unwrap
 from hdet.hyperparameters.hyperparameter import Hyperparameter, flatten
@@ -139,6 +140,7 @@ class Ensemble:
         start_step: int = 0,
         on_round: Sequence[OnRound] = (),
     ) -> None:
+        check_deepspeed(optimizer, model, gradients)
         self._optimizers = tuple(unwrap(o) for o in (optimizer if isinstance(optimizer, Sequence) else (optimizer,)))
         self._hyperparameters = flatten(
             [learning_rate(self._optimizers)] if hyperparameters is None else hyperparameters

@@ -17,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from hdet.agreement.agreement import Agreement, claim
 from hdet.agreement.fingerprint import fingerprint
 from hdet.arguments import Rule, check_number
+from hdet.deepspeed import check_deepspeed
 from hdet.hooks import unwrap
 from hdet.probe.probe import Probe
 from hdet.range_test.bench import Bench
@@ -86,6 +87,7 @@ def find_lr(
     """
     with Agreement("hdet.find_lr", process_group):
         factor = _check_factor(outer_step, factor)
+        check_deepspeed(optimizer, model)
         optimizers = _optimizers(optimizer)
         _check(probe, step_fn, also)
         replicas = find_replicas(process_group)
