@@ -1,22 +1,37 @@
 """The demo and the benchmark run, small, as a user would start them."""
 
+import contextlib
+import io
+import json
 import os
 import pathlib
+import re
+import runpy
 import shutil
+import socket
 import subprocess
 import sys
 
 import pytest
+from processes import run
 
 ROOT = pathlib.Path(__file__).parent.parent
 BIN = pathlib.Path(sys.executable).parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-def call(*command):
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=200, check=False)
+def call(*command, timeout=200):
+    done = subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
 
 
 def test_digits():
@@ -80,6 +95,70 @@ def test_elastic_ends_as_if_nothing_had_happened(tmp_path):
     assert began == "3 replicas go on from step 40, which 2 had saved"
     assert float(held_out.rpartition(" ")[2]) < 1
     assert "was saved by 2 replicas and is loaded by 3" in others.stderr
+
+
+def in_processes(example, port):
+    """An example as torchrun would start it, in a process that has imported torch already."""
+    os.environ.update(
+        RANK=os.environ["HDET_TEST_RANK"], LOCAL_RANK=os.environ["HDET_TEST_RANK"], MASTER_ADDR="localhost",
+        WORLD_SIZE=os.environ["HDET_TEST_SIZE"], MASTER_PORT=str(port),
+    )  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
+    return shown.getvalue().splitlines()
+
+
+def test_plain_ddp():
+    first, second = run(in_processes, 2, "ddp.py", free_port(), initialise=False)
+    halfway, end = map(float, re.fullmatch(r"held-out loss: (\S+) halfway, (\S+) at the end", first[-1]).groups())
+    assert end < halfway < 1  # guessing: 2.3
+    assert second == []
+
+
+def test_the_drop_in():
+    first, second = run(in_processes, 2, "drop_in.py", free_port(), initialise=False)
+    rates = [
+        re.fullmatch(r"replica \d trains at (\S+), the schedule says (\S+)", shown[0]) for shown in (first, second)
+    ]
+    assert sorted(float(rate[1]) < float(rate[2]) for rate in rates) == [False, True]
+    assert float(first[1].removeprefix("held-out loss: ")) < 1
+
+
+def test_the_notebook():
+    cells = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())["cells"]
+    names = {}
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        for cell in cells:
+            if cell["cell_type"] == "code":
+                exec("".join(cell["source"]), names)
+    held_out, *rounds = shown.getvalue().splitlines()
+    assert float(held_out.removeprefix("held-out loss ")) < 1
+    assert re.fullmatch(r"step   5: tried 0\.000\d to 0\.00\d\d, went on with 1\.00x", rounds[0])
+    assert float(rounds[-1].rpartition(" ")[2].rstrip("x")) > 1, "the rate was too low"
+
+
+def test_two_machines():
+    """Two torchrun agents on loopback, of two replicas each: all four end with the same model."""
+    meet = ("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "1", "--rdzv-endpoint")
+    command = [BIN / "torchrun", *meet, f"localhost:{free_port()}", "examples/machines.py", "--steps", "120"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    agents = [subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, **pipes) for _ in range(2)]
+    lines = []
+    for agent in agents:
+        shown, errors = agent.communicate(timeout=200)
+        assert agent.returncode == 0, errors
+        lines += shown.splitlines()
+    seen = [re.fullmatch(r"replica (\d) of 4, on machine (\d): held-out loss (\S+)", line).groups() for line in lines]
+    assert sorted(replica for replica, _, _ in seen) == ["0", "1", "2", "3"]
+    assert sorted(machine for _, machine, _ in seen) == ["0", "0", "1", "1"]
+    (loss,) = {loss for _, _, loss in seen}
+    assert float(loss) < 1
+
+
+@pytest.mark.soak
+def test_ray_train():
+    done = call(sys.executable, "examples/ray_train.py", "--steps", "100", timeout=600)
+    assert float(done.stdout.splitlines()[-1].removeprefix("held-out loss after 100 steps: ")) < 1
 
 
 def test_the_overhead_benchmark():

@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "shards": {"replicas"},
     "agreement": {"board", "hooks", "hyperparameters", "replicas"},
     "restore": set(),
+    "deepspeed": set(),
     "local_gradients": set(),
     "outer_step": {"arguments"},
     "controllers": {"arguments", "assignment"},
@@ -38,7 +39,7 @@ MAY_IMPORT = {
     "in_process": {"converge", "replicas"},
     "warm_init": {"agreement", "replicas"},
     "probe": {"arguments", "hooks", "replicas", "restore"},
-    "range_test": {"agreement", "arguments", "hooks", "probe", "replicas", "restore"},
+    "range_test": {"agreement", "arguments", "deepspeed", "hooks", "probe", "replicas", "restore"},
     "judge": {"probe", "replicas", "score"},
     "joining": {"replicas"},
     "rollback": {"arguments", "converge", "replicas", "rounds", "tensors"},
@@ -48,8 +49,8 @@ MAY_IMPORT = {
     },
     "no_effect": {"controllers", "outer_step"},
     "settings": {
-        "agreement", "arguments", "assignment", "checks", "controllers", "hooks", "hyperparameters", "judge",
-        "local_gradients", "no_effect", "outer_step", "probe", "replicas", "rollback", "shards",
+        "agreement", "arguments", "assignment", "checks", "controllers", "deepspeed", "hooks", "hyperparameters",
+        "judge", "local_gradients", "no_effect", "outer_step", "probe", "replicas", "rollback", "shards",
     },
     "guard": {"board", "converge", "hooks", "judge", "replicas", "rounds", "settings", "tensors"},
     "meeting": {"agreement", "converge", "guard", "joining", "judge", "replicas", "rounds", "settings", "tensors"},
@@ -60,8 +61,8 @@ MAY_IMPORT = {
     },
     "checkpoint": {"arguments", "ensemble", "hooks", "replicas", "restore"},
     "one_cycle": {
-        "agreement", "arguments", "assignment", "controllers", "ensemble", "hooks", "hyperparameters", "no_effect",
-        "outer_step", "range_test", "record", "rollback", "score",
+        "agreement", "arguments", "assignment", "controllers", "deepspeed", "ensemble", "hooks", "hyperparameters",
+        "no_effect", "outer_step", "range_test", "record", "rollback", "score",
     },
 }  # fmt: skip
 

@@ -21,6 +21,7 @@ from hdet.agreement.agreement import agreed, claim
 from hdet.arguments import Rule, check_count, check_number
 from hdet.assignment import check_spread
 from hdet.controllers import RULES, Fixed, Limits, Softmax
+from hdet.deepspeed import check_deepspeed
 from hdet.ensemble import Ensemble
 from hdet.hooks import unwrap
 from hdet.hyperparameters.in_groups import InGroups
@@ -119,6 +120,7 @@ class OneCycleAutoLR(OneCycleLR):
         act: bool = True,
         on_round: Sequence[OnRound] = (),
     ) -> None:
+        check_deepspeed(optimizer, model)
         spread = ensemble_lr_spread_ratio
         check_spread(spread, "linear", name="ensemble_lr_spread_ratio")
         max_lr = float(max_lr) if isinstance(max_lr, FoundRate) else max_lr

@@ -15,6 +15,7 @@ from hdet import checks, no_effect
 from hdet.agreement.fingerprint import Claims, fingerprint, plain
 from hdet.assignment import Design
 from hdet.controllers import Auto, Controller, Fixed, Limits, Plan, plan
+from hdet.deepspeed import check_deepspeed
 from hdet.hooks import unwrap
 from hdet.hyperparameters.hyperparameter import Hyperparameter, flatten
 from hdet.hyperparameters.in_groups import InGroups, learning_rate
@@ -119,6 +120,7 @@ def read_settings(
     Raises:
         TypeError, ValueError: for what cannot work, with what to write instead.
     """
+    check_deepspeed(optimizer, model, gradients)
     optimizers = tuple(unwrap(o) for o in (optimizer if isinstance(optimizer, Sequence) else (optimizer,)))
     explorable = flatten([learning_rate(optimizers)] if hyperparameters is None else hyperparameters)
     checks.check_hyperparameters(explorable, optimizers)

@@ -18,6 +18,7 @@ from torch.optim import LBFGS, Optimizer
 from hdet.agreement.agreement import Agreement, claim
 from hdet.agreement.fingerprint import fingerprint
 from hdet.arguments import Rule, check_number
+from hdet.deepspeed import check_deepspeed
 from hdet.hooks import unwrap
 from hdet.probe.probe import Probe
 from hdet.range_test.bench import Bench
@@ -90,6 +91,7 @@ def find_lr(
     where = mesh or process_group
     with Agreement("hdet.find_lr", where):
         factor = _check_factor(outer_step, factor)
+        check_deepspeed(optimizer, model)
         optimizers = _optimizers(optimizer)
         _check(probe, step_fn, also)
         replicas = find_replicas(where)

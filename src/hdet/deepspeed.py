@@ -1,0 +1,72 @@
+"""DeepSpeed: ZeRO-0 is data parallel as DDP is; what its other stages share out over the ranks cannot diverge.
+
+Nothing is imported of it: its classes are told by where they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+_REMEDY = (
+    'write "zero_optimization": {"stage": 0} in its config and leave out "fp16" and "bf16" (use torch.autocast), or '
+    "train with DistributedDataParallel"
+)
+
+
+def check_deepspeed(optimizer: Any, model: Any, gradients: str = "shared") -> None:
+    """Raise for what DeepSpeed has sharded or keeps in flat buffers of its own.
+
+    Args:
+        optimizer: one or several, wrapped as the user has them: inside there is a plain torch optimizer whose
+            parameters are this rank's part of the model, and averaging those would mix different weights.
+        model: DeepSpeed's engine, the module that it was made of, or neither.
+        gradients: whether replicas share them.
+
+    Raises:
+        ValueError: with what to write instead.
+    """
+    stage = _stage(model)
+    if stage:
+        raise ValueError(
+            f"DeepSpeed ZeRO-{stage} spreads {_SPREAD[stage]} over the ranks: there is one model, so replicas cannot "
+            f"diverge; {_REMEDY}"
+        )
+    for wrapper in _wrappers(optimizer):
+        if type(wrapper).__module__.startswith("deepspeed.runtime."):
+            raise ValueError(
+                f"DeepSpeed's {type(wrapper).__name__} steps a part of the model, or flat copies of it, for all ranks, "
+                f"and replicas cannot diverge; {_REMEDY}"
+            )
+    if gradients == "local" and hasattr(model, "zero_optimization_stage"):
+        raise ValueError(
+            'gradients="local" needs a model that can stop sharing them, and DeepSpeed\'s engine shares them itself; '
+            "train the module in DistributedDataParallel, or without a wrapper"
+        )
+
+
+_SPREAD = {
+    1: "the optimizer state",
+    2: "the optimizer state and the gradients",
+    3: "the parameters",
+}
+
+
+def _stage(model: Any) -> int:
+    """The stage of an engine, or of the one that a module was given to; 0 if there is none."""
+    asked = getattr(model, "zero_optimization_stage", None)
+    if callable(asked):
+        return int(asked())
+    first = next(iter(model.parameters()), None) if hasattr(model, "parameters") else None
+    if hasattr(first, "ds_id"):
+        return 3
+    return 1 if hasattr(first, "_hp_mapping") else 0
+
+
+def _wrappers(optimizer: Any) -> Iterator[Any]:
+    """The optimizers as given, and what is inside them."""
+    for given in optimizer if isinstance(optimizer, Sequence) else (optimizer,):
+        inner = given
+        while inner is not None:
+            yield inner
+            inner = getattr(inner, "optimizer", None)
