@@ -152,6 +152,9 @@ def _add_run_options(parser: argparse.ArgumentParser, replicas: int | None, cont
     add("--charge", action="store_true", help="shorten the run by what probe and finder cost")
     add("--interval", type=_interval, default="auto", help="steps per round, or auto: a 200th of the run")
     add("--checkpoint-every", type=int, metavar="STEPS", help="save the run; `hdet resume RUN` goes on with it")
+    add("--evaluate-every", type=int, metavar="STEPS", help="the held-out loss while it trains, in held_out.jsonl")
+    add("--start", metavar="RUN", help="begin with the weights of this run's folder")
+    add("--warm-noise", type=float, default=0.0, help="each replica's own noise on them, relative to their size")
     add("--per-group", action=argparse.BooleanOptionalAction, help="explore each parameter group; default: flights")
 
 

@@ -11,26 +11,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import Auto, Ensemble, FoundRate, RoundRecord, data_parallel, describe, find_replicas, load, save
+from hdet import Auto, Ensemble, FoundRate, RoundRecord, data_parallel, find_replicas, load, save, warm_init
 from hdet.lab.finder import find
-from hdet.lab.folder import RunFolder, plain
+from hdet.lab.folder import RunFolder, load_weights, plain
+from hdet.lab.meter import HeldOutCurve, Meter
 from hdet.lab.options import RunOptions
-from hdet.lab.progress import Progress
+from hdet.lab.recipe import ONE_CYCLE, Recipe
 from hdet.lab.setup import charged_steps, device, make_ensemble, make_smoothing
-from hdet.lab.tasks import Task
-
-_LINES_PER_RUN = 200
+from hdet.lab.tasks import Task, bare
 
 
-def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
+def train(options: RunOptions, folder: str | Path, recipe: Recipe = ONE_CYCLE) -> dict[str, Any]:
     """Train once, collectively; the first replica writes `folder`. What is in result.json, on every replica.
 
-    A run with checkpoints in `folder` goes on from the last one.
+    A `recipe` trains with another optimizer or schedule. A run with checkpoints in `folder` goes on from the last one.
 
     The losses on the held-out data are those of the average of the replicas, and known to the first one only:
     `held_out` of all samples, `held_out_unseen` of the half that no held-out probe draws from. The first is the
@@ -47,27 +44,27 @@ def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
         files.begin(options)
     task = options.make_task()
     peak_lr = task.peak_lr if options.peak_lr is None else options.peak_lr
-    model = data_parallel(task.model().to(device()))
-    decay = {} if options.weight_decay is None else {"weight_decay": options.weight_decay}
-    optimizer = task.optimizer(model, peak_lr, options.optimizer, **decay)
+    model = _model(options, task)
+    optimizer = recipe.optimizer(options, task, model, peak_lr)
     smoothing = make_smoothing(options)
 
     started = time.perf_counter()
     found = _find(options, task, model, optimizer)
     if found is not None:
         peak_lr = found.rate
+    if options.warm_noise:
+        warm_init(model, options.warm_noise, seed=options.seed)
     steps = charged_steps(options, task, found) if options.charge else task.steps
-    schedule = OneCycleLR(optimizer, max_lr=peak_lr, total_steps=steps)
-    scales = _Scales(schedule)
-    sinks: list[Callable[[RoundRecord], None]] = [scales]
-    if files is not None:
-        sinks.append(files.record)
+    schedule = recipe.schedule(optimizer, peak_lr, steps)
+    scales = _Scales(optimizer, peak_lr)
+    sinks: list[Callable[[RoundRecord], None]] = [scales] if files is None else [scales, files.record]
     ensemble = make_ensemble(options, task, steps, model, optimizer, smoothing, sinks)
     run = {"model": model, "optimizer": optimizer, "schedule": schedule}
     run |= {} if ensemble is None else {"ensemble": ensemble}
     checkpoints = Path(folder) / "checkpoints"
     first_step = _resume(checkpoints, run, files) if options.checkpoint_every else 0
-    meter = _Meter(options, steps, schedule, ensemble, files)
+    meter = Meter(options, peak_lr, steps, schedule, ensemble, files)
+    curve = HeldOutCurve(options.evaluate_every, task, model, optimizer, recipe, ensemble, files)
     for step in range(first_step, steps):
         batch = task.batch(task.steps - steps + step, replicas.rank, replicas.size)  # what was charged is not seen
         loss = task.loss(model, batch, smoothing.value)
@@ -78,9 +75,10 @@ def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
         if ensemble is not None:
             ensemble.step(loss)  # the last one averages the replicas
         meter.step(step + 1, loss)
+        curve.step(step + 1)
         if options.checkpoint_every and (step + 1) % options.checkpoint_every == 0:
             save(checkpoints, run, step=step + 1)
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - started - curve.seconds
     meter.close()
     if ensemble is not None:
         scales.end(ensemble, steps)
@@ -90,14 +88,32 @@ def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
         "train_loss": meter.last,
         "scales": scales.found,
         "scales_step": scales.step,
-        "held_out": task.evaluate(model) if first else None,
-        "held_out_unseen": task.evaluate(model, unseen=True) if first else None,
+        **_held_out(recipe, task, model, optimizer, first),
     }
     cost = {} if found is None else {"finder_steps": found.steps, "finder_cost": found.cost}
     result: dict[str, Any] = plain({**_settings(options, task, steps, peak_lr), **cost, **measured})
     if files is not None:
+        files.write_weights(bare(model))
         files.write("result.json", result)
     return result
+
+
+def _model(options: RunOptions, task: Task) -> nn.Module:
+    model = data_parallel(task.model().to(device()))
+    if options.start is not None:
+        load_weights(options.start, bare(model))
+    return model
+
+
+def _held_out(
+    recipe: Recipe, task: Task, model: nn.Module, optimizer: Optimizer, first: bool
+) -> dict[str, dict[str, float] | None]:
+    """The losses on the held-out samples, on the first replica."""
+    with recipe.evaluating(task, model, optimizer):
+        return {
+            "held_out": task.evaluate(model) if first else None,
+            "held_out_unseen": task.evaluate(model, unseen=True) if first else None,
+        }
 
 
 def _resume(checkpoints: Path, run: dict[str, Any], files: RunFolder | None) -> int:
@@ -105,7 +121,7 @@ def _resume(checkpoints: Path, run: dict[str, Any], files: RunFolder | None) -> 
     resumed = load(checkpoints, run)
     step = 0 if resumed is None else resumed.step
     if files is not None:
-        for name in ("losses.jsonl", "rounds.jsonl"):
+        for name in ("losses.jsonl", "rounds.jsonl", "held_out.jsonl"):
             files.rewind(name, step)
     return step
 
@@ -128,13 +144,13 @@ def _settings(options: RunOptions, task: Task, steps: int, peak_lr: float) -> di
 class _Scales:
     """Collects the scales of a run while they matter: `found` at `step`."""
 
-    def __init__(self, schedule: OneCycleLR) -> None:
+    def __init__(self, optimizer: Optimizer, peak_lr: float) -> None:
         self.found: dict[str, float] = {}
         self.step = 0
-        self._group = schedule.optimizer.param_groups[0]
+        self._optimizer, self._peak_lr = optimizer, peak_lr
 
     def __call__(self, record: RoundRecord) -> None:
-        if self._group["lr"] >= self._group["max_lr"] / 2:
+        if self._optimizer.param_groups[0]["lr"] >= self._peak_lr / 2:
             self._take({name: row.scale for name, row in record.hyperparameters.items()}, record.step)
 
     def end(self, ensemble: Ensemble, step: int) -> None:
@@ -144,53 +160,6 @@ class _Scales:
 
     def _take(self, found: dict[str, float], step: int) -> None:
         self.found, self.step = found, step
-
-
-class _Meter:
-    """The mean loss of all replicas since the last line, a few hundred times in a run."""
-
-    def __init__(
-        self, options: RunOptions, steps: int, schedule: OneCycleLR, ensemble: Ensemble | None, files: RunFolder | None
-    ) -> None:
-        self.last = float("nan")
-        self._schedule, self._ensemble, self._files = schedule, ensemble, files
-        self._replicas = find_replicas()
-        self._steps = steps
-        self._every = max(1, steps // _LINES_PER_RUN)
-        self._losses: list[Tensor] = []
-        self._rate = self._center()  # of the step under way
-        peak = max(group["max_lr"] for group in schedule.optimizer.param_groups)
-        method = options.controller if options.fans_out else "plain"
-        title = f"{options.task}, {method}, peak {peak:.1e}, seed {options.seed}"
-        self._progress = Progress(title, steps, files is not None)
-
-    def step(self, step: int, loss: Tensor) -> None:
-        self._losses.append(loss.detach())
-        self._progress.step()
-        if step % self._every == 0 or step == self._steps:
-            self._write(step)
-        self._rate = self._center() if self._files is not None else 0.0
-
-    def close(self) -> None:
-        self._replicas.close()
-        self._progress.close()
-
-    def _write(self, step: int) -> None:
-        mean = torch.stack(self._losses).double().mean().reshape(1)
-        self._losses.clear()
-        everyone = self._replicas.gather(mean)
-        self.last = sum(row[0] for row in everyone) / len(everyone)
-        if self._files is not None:
-            self._files.append("losses.jsonl", {"step": step, "loss": self.last, "lr": self._rate})
-            last = self._files.last_round
-            did = "" if last is None else f"; round {last.round}: {describe(last)}"
-            self._progress.show(step, self.last, f"{self._rate:.1e}{did}")
-
-    def _center(self) -> float:
-        """The first parameter group's learning rate: the schedule, and what a controller has made of it."""
-        scales = {} if self._ensemble is None else self._ensemble.scales
-        scale = next((scale for name, scale in scales.items() if name.startswith("learning_rate")), 1.0)
-        return float(self._schedule.get_last_lr()[0]) * scale
 
 
 if __name__ == "__main__":
