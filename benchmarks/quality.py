@@ -1,34 +1,61 @@
-"""What each method makes of a wrong start: held-out loss against the best rate of a sweep, all compute charged.
+"""What each method makes of a wrong learning rate: held-out loss against the best of a sweep, all compute charged.
 
-    python benchmarks/starts.py sweep flights --size long --optimizer adamw      # the trusted sweep, plain OneCycleLR
-    python benchmarks/starts.py starts flights --size long --method plain        # from 1/30 to 10 times its best rate
-    python benchmarks/starts.py table                                            # everything that was run, as a table
+    python benchmarks/quality.py plan                              # what the whole set is, and how long it takes
+    python benchmarks/quality.py all --workers 2                   # run what is missing of it
+    python benchmarks/quality.py sweep flights                     # a part: the trusted sweep, plain OneCycleLR
+    python benchmarks/quality.py starts flights --method auto      # a part: from 1/30 to 10 times its best rate
+    python benchmarks/quality.py table --write                     # results/quality-DATE.md, and the README's table
+    python benchmarks/quality.py speed --write                     # results/speed-DATE.md: steps and seconds to a loss
+    python benchmarks/quality.py pictures                          # results/quality-DATE-*.png
+    python benchmarks/quality.py --smoke                           # every method for some steps, in a minute
 
-Every run is one line of benchmarks/results/starts.jsonl; a second call runs what is missing there. With plain DDP and
-no fan-out four replicas are one process with the global batch, up to rounding, and are run as that; a model with
-BatchNorm (digits), and every method that fans out, is run with four replicas in one process.
+Every run is one line of benchmarks/results/quality.jsonl; a second call runs what is missing there, so a stopped one
+goes on. Peers are those of benchmarks/peers: `pip install '.[lab,peers]'`.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
-import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-RESULTS = Path(__file__).parent / "results" / "starts.jsonl"
-STARTS = {"1/30": 1 / 30, "1/10": 1 / 10, "1/3": 1 / 3, "1": 1.0, "3": 3.0, "10": 10.0}
+import quality_report
+from quality_methods import METHODS, STARTS, one
+
+RESULTS = Path(__file__).parent / "results" / "quality.jsonl"
 # Where the sweeps begin: nothing depends on it but the time until the best rate is inside.
 FIRST = {
     ("digits", "adamw"): 8e-3, ("text", "adamw"): 4e-3, ("flights", "adamw"): 4e-4,
     ("digits", "sgd"): 0.128, ("text", "sgd"): 0.256, ("flights", "sgd"): 0.001,
 }  # fmt: skip
+SWEPT = 12  # runs of a sweep, about: seven rates, the best ones with three seeds
+
+
+class Part(NamedTuple):
+    """A task at a size, with the methods that are run on it; None for all of theirs."""
+
+    task: str
+    size: str
+    methods: tuple[str, ...]
+    starts: tuple[str, ...] | None = None
+
+
+ALL = tuple(name for name in METHODS if name != "line search")  # at these sizes `auto` is the line search
+SET = (
+    Part("flights", "standard", ALL),
+    Part("digits", "standard", ALL),
+    Part("text", "standard", ALL),
+    Part("flights", "long", ("plain", "auto", "paper"), ("1/30", "1", "10")),
+    Part("text", "long", ("plain", "auto", "paper"), ("1/30", "1", "10")),
+)
 
 
 def key(run: dict) -> tuple:
@@ -42,58 +69,26 @@ def known() -> dict[tuple, dict]:
     return {key(row): row for row in rows}
 
 
-def one(run: dict) -> dict:
-    """Train once in this process; the run with its held-out loss and its cost."""
-    os.nice(5)
-    import torch  # noqa: PLC0415
-
-    import hdet  # noqa: PLC0415
-    from hdet.lab.options import RunOptions  # noqa: PLC0415
-    from hdet.lab.train import train  # noqa: PLC0415
-
-    torch.set_num_threads(1)
-    fans_out = run["method"] in ("paper", "line search") or run["size"] != "long"
-    one_model = run["method"] == "plain" or not fans_out
-    one_model = one_model and run["task"] != "digits"
-    options = RunOptions(
-        run["task"], size=run["size"], seed=run["seed"], optimizer=run["optimizer"], peak_lr=run["peak_lr"],
-        replicas=1 if one_model else 4, **METHODS[run["method"]],
-    )  # fmt: skip
-    started = time.time()
-    with tempfile.TemporaryDirectory() as folder:
-        results = hdet.in_process(train, options.replicas, options, Path(folder) / "run")
-    held_out = results[0]["held_out"] or {}
-    used = {name: results[0].get(name) for name in ("steps", "finder_steps", "finder_cost")}
-    used["used_lr"] = results[0]["peak_lr"]
-    return {**run, "held_out": held_out.get("loss"), **used, "seconds": round(time.time() - started, 1)}
-
-
-METHODS = {
-    "plain": {"controller": "none"},
-    "paper": {"controller": "softmax", "temperature": 0.1},
-    "auto": {"controller": "auto", "charge": True},
-    "line search": {"controller": "line_search", "charge": True},
-}
-
-
-def run_all(runs: list[dict], workers: int) -> list[dict]:
+def run_all(runs: Sequence[dict], workers: int) -> list[dict]:
     """The runs with their results, in order; each is written when it is done."""
     found = known()
     missing = [run for run in runs if key(run) not in found]
-    with multiprocessing.get_context("spawn").Pool(min(workers, max(1, len(missing))), maxtasksperchild=1) as pool:
-        for row in pool.imap_unordered(one, missing):
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(*row.values(), flush=True)
-            found[key(row)] = row
+    if missing:
+        context, kindly = multiprocessing.get_context("spawn"), (os.nice, (5,))
+        with context.Pool(min(workers, len(missing)), *kindly, maxtasksperchild=1) as pool:
+            for row in pool.imap_unordered(one, missing):
+                with RESULTS.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                shown = {name: value for name, value in row.items() if name not in ("curve", "stepped")}
+                print(*shown.values(), flush=True)
+                found[key(row)] = row
     return [found[key(run)] for run in runs]
 
 
-def loss(row: dict) -> float:
-    return math.inf if row["held_out"] is None or not math.isfinite(row["held_out"]) else row["held_out"]
+Runner = Callable[[Sequence[dict]], list[dict]]
 
 
-def sweep(about: dict, seeds: list[int], workers: int) -> dict[float, list[float]]:
+def sweep(about: dict, seeds: list[int], run: Runner) -> dict[float, list[float]]:
     """The held-out losses of plain OneCycleLR by rate, the best one inside: ratio 2, the same seeds for every rate.
 
     A rate that is more than 2 % worse than the best with the first seed is not run with the others.
@@ -101,13 +96,12 @@ def sweep(about: dict, seeds: list[int], workers: int) -> dict[float, list[float
     first = FIRST[about["task"], about["optimizer"]]
     losses: dict[int, list[float]] = {}
 
-    def measure(exponents, seeds):
-        rate = lambda k: float(f"{first * 2.0**k:.6g}")  # noqa: E731
-        runs = [{**about, "method": "plain", "peak_lr": rate(k), "seed": seed} for k in exponents for seed in seeds]
-        rows = run_all(runs, workers)
+    def measure(exponents: list[int], seeds: list[int]) -> None:
+        rates = [float(f"{first * 2.0**k:.6g}") for k in exponents]
+        rows = run([{**about, "method": "plain", "peak_lr": rate, "seed": seed} for rate in rates for seed in seeds])
         for number, k in enumerate(exponents):
             part = rows[number * len(seeds) : (number + 1) * len(seeds)]
-            losses[k] = losses.get(k, []) + [loss(row) for row in part]
+            losses[k] = losses.get(k, []) + [quality_report.loss(row) for row in part]
 
     measure([-2, -1, 0, 1, 2], seeds[:1])
     while True:
@@ -125,11 +119,98 @@ def sweep(about: dict, seeds: list[int], workers: int) -> dict[float, list[float
     return {float(f"{first * 2.0**k:.6g}"): losses[k] for k in sorted(losses)}
 
 
-def best_rate(about: dict, seeds: list[int], workers: int) -> tuple[float, float]:
+def best_rate(about: dict, seeds: list[int], run: Runner) -> tuple[float, float]:
     """The best rate of the sweep and its mean held-out loss."""
-    losses = {rate: row for rate, row in sweep(about, seeds, workers).items() if len(row) == len(seeds)}
+    losses = {rate: row for rate, row in sweep(about, seeds, run).items() if len(row) == len(seeds)}
     rate = min(losses, key=lambda r: statistics.fmean(losses[r]))
     return rate, statistics.fmean(losses[rate])
+
+
+def runs_of(about: dict, name: str, rate: float, starts: Sequence[str] | None, seeds: list[int]) -> list[dict]:
+    """The runs of a method: from multiples of the best rate, or at its own rates."""
+    method = METHODS[name]
+    wanted = method.starts if starts is None else [start for start in starts if start in STARTS]
+    rates = method.rates or [float(f"{rate * STARTS[start]:.6g}") for start in wanted]
+    return [{**about, "method": name, "peak_lr": r, "seed": seed} for r in rates for seed in seeds]
+
+
+def run_set(seeds: list[int], run: Runner) -> None:
+    """The whole set, part by part."""
+    for part in SET:
+        about = {"task": part.task, "size": part.size, "optimizer": "adamw"}
+        rate, best = best_rate(about, seeds, run)
+        print(f"{part.task}, {part.size}: best of the sweep {best:.4f} at {rate:.3g}", flush=True)
+        for name in part.methods:
+            run(runs_of(about, name, rate, part.starts, seeds))
+
+
+def plan(seeds: list[int], workers: int) -> str:
+    """How many runs the set has, how many are missing, and what the missing ones take, from measured seconds."""
+    rows = known()
+    lines, total, left = [], 0.0, 0.0
+    for part in SET:
+        about = {"task": part.task, "size": part.size, "optimizer": "adamw"}
+        try:
+            rate = best_rate(about, seeds, functools.partial(_only, rows))[0]
+            swept = 0
+        except _UnknownError:
+            rate, swept = FIRST[part.task, "adamw"], SWEPT
+        for name in part.methods:
+            wanted = runs_of(about, name, rate, part.starts, seeds)
+            missing = [one for one in wanted if swept or key(one) not in rows]
+            each, measured = seconds(rows, part.task, part.size, name)
+            extra = swept if name == "plain" else 0
+            total += each * (len(wanted) + extra) / 3600
+            left += each * (len(missing) + extra) / 3600
+            how = "" if measured else "  (estimated)"
+            counts = f"{len(wanted) + extra:4d} runs {len(missing) + extra:4d} missing"
+            lines.append(f"{part.task:8} {part.size:9} {name:24} {counts} {each:6.0f} s each{how}")
+    end = f"{total:.1f} core-hours in all; missing: {left:.1f}, or {left / workers:.1f} hours with --workers {workers}"
+    return "\n".join([*lines, end])
+
+
+class _UnknownError(Exception):
+    pass
+
+
+def _only(rows: dict[tuple, dict], runs: Sequence[dict]) -> list[dict]:
+    if any(key(one) not in rows for one in runs):
+        raise _UnknownError
+    return [rows[key(one)] for one in runs]
+
+
+# Seconds of a plain run on an idle core, and how much longer a method takes: where nothing was measured.
+IDLE = {
+    ("flights", "standard"): 10, ("text", "standard"): 30, ("digits", "standard"): 12,
+    ("flights", "long"): 28, ("text", "long"): 100,
+}  # fmt: skip
+LONGER = {"paper": 2.0, "auto": 2.0, "line search": 2.0, "population, batch": 1.5}
+
+
+def seconds(rows: dict[tuple, dict], task: str, size: str, method: str) -> tuple[float, bool]:
+    """What one run takes on a core of its own: the median of those that were run, or an estimate."""
+    mine = [row for row in rows.values() if (row["task"], row["size"], row["method"]) == (task, size, method)]
+    worked = [row["cpu_seconds"] for row in mine if "cpu_seconds" in row]
+    if worked:
+        return statistics.median(worked), True
+    return IDLE[task, size] * LONGER.get(method, 1.0), False
+
+
+def smoke() -> str:
+    """Every method for 20 steps of one task, in this process; the table. It shows that all of it runs, and no more."""
+    about = {"task": "text", "size": "smoke", "optimizer": "adamw"}
+    rates = [2.5e-3, 1e-2, 4e-2]
+    rows = [one({**about, "method": "plain", "peak_lr": rate, "seed": 0}, steps=20) for rate in rates]
+    best = min(rows, key=quality_report.loss)
+    for name, method in METHODS.items():
+        if name == "plain":
+            continue
+        rate = method.rates[len(method.rates) // 2] if method.rates else best["peak_lr"]
+        rows.append(one({**about, "method": name, "peak_lr": rate, "seed": 0}, steps=20))
+        print(f"{name}: {rows[-1]['held_out']:.4f}, {rows[-1]['stepped']}", file=sys.stderr, flush=True)
+    if not all(math.isfinite(quality_report.loss(row)) and sum(row["stepped"].values()) for row in rows):
+        raise RuntimeError("a method has no finite loss, or its optimizer took no step")
+    return quality_report.tables(rows, on_grid=lambda row: True)
 
 
 def on_grid(row: dict) -> bool:
@@ -138,65 +219,49 @@ def on_grid(row: dict) -> bool:
     return abs(exponent - round(exponent)) < 1e-3
 
 
-def table() -> None:
-    """Regret in % by task, method and start: the mean, the worst seed, and how many seeds there were."""
-    rows = list(known().values())
-    for about in sorted({(row["task"], row["size"], row["optimizer"]) for row in rows}):
-        mine = [row for row in rows if (row["task"], row["size"], row["optimizer"]) == about]
-        by_rate: dict[float, list[dict]] = {}
-        for row in mine:
-            if row["method"] == "plain" and on_grid(row):
-                by_rate.setdefault(row["peak_lr"], []).append(row)
-        most = max(map(len, by_rate.values()), default=0)
-        trusted = {rate: [loss(row) for row in part] for rate, part in by_rate.items() if len(part) == most}
-        rate = min(trusted, key=lambda r: statistics.fmean(trusted[r]))
-        best = {row["seed"]: loss(row) for row in by_rate[rate]}
-        center = statistics.fmean(best.values())
-        print(f"\n### {', '.join(about)}: best {center:.4f} at {rate:.3g} ({most} seeds)\n")
-        print("| method | " + " | ".join(STARTS) + " |\n|---|" + "---|" * len(STARTS))
-        for method in dict.fromkeys(row["method"] for row in mine):
-            cells = []
-            for start in STARTS.values():
-                wanted = float(f"{rate * start:.6g}")
-                part = [row for row in mine if row["method"] == method and row["peak_lr"] == wanted]
-                # against the same seeds at the best rate
-                regrets = [100 * (loss(row) / best.get(row["seed"], center) - 1) for row in part]
-                cells.append(f"{statistics.fmean(regrets):.1f} ({max(regrets):.1f}; {len(part)})" if part else "")
-            print(f"| {method} | " + " | ".join(cells) + " |")
+def starts(arguments: argparse.Namespace, about: dict, seeds: list[int], run: Runner) -> None:
+    """One method from its starts, and what came out."""
+    rate, best = best_rate(about, seeds, run)
+    chosen = None if arguments.starts is None else arguments.starts.split(",")
+    rows = run(runs_of(about, arguments.method, rate, chosen, seeds))
+    print(f"best of the sweep: {best:.4f} at {rate:.3g}")
+    for peak in dict.fromkeys(row["peak_lr"] for row in rows):
+        part = [100 * (quality_report.loss(row) / best - 1) for row in rows if row["peak_lr"] == peak]
+        shown = [round(x, 1) for x in part]
+        print(f"{arguments.method} at {peak:.3g}: regret {statistics.fmean(part):.1f} %", shown)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("sweep", "starts", "table"))
+    verbs = ("plan", "all", "sweep", "starts", "table", "speed", "pictures")
+    parser.add_argument("what", nargs="?", choices=verbs, default="plan")
     parser.add_argument("task", nargs="?")
     parser.add_argument("--size", default="long")
     parser.add_argument("--optimizer", default="adamw")
-    parser.add_argument("--method", default="plain")
-    parser.add_argument("--starts", default=",".join(STARTS))
+    parser.add_argument("--method", default="plain", choices=list(METHODS))
+    parser.add_argument("--starts", help="multiples of the best rate: 1/10,1,10; default: the method's")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--write", action="store_true", help="table: into benchmarks/results/quality-DATE.md")
+    parser.add_argument("--smoke", action="store_true", help="every method for some steps, and nothing is written")
     arguments = parser.parse_args()
-    if arguments.what == "table":
-        table()
-        return 0
+    seeds, run = list(range(arguments.seeds)), functools.partial(run_all, workers=arguments.workers)
     about = {"task": arguments.task, "size": arguments.size, "optimizer": arguments.optimizer}
-    seeds = list(range(arguments.seeds))
-    if arguments.what == "sweep":
-        for rate, row in sweep(about, seeds, arguments.workers).items():
+    if arguments.smoke:
+        print(smoke())
+    elif arguments.what == "plan":
+        print(plan(seeds, arguments.workers))
+    elif arguments.what == "all":
+        run_set(seeds, run)
+    elif arguments.what in ("table", "speed", "pictures"):
+        print(quality_report.report(arguments.what, list(known().values()), on_grid, RESULTS, arguments.write))
+    elif arguments.task is None:
+        parser.error(f"{arguments.what} needs a TASK: digits, flights or text")
+    elif arguments.what == "sweep":
+        for rate, row in sweep(about, seeds, run).items():
             print(f"{rate:.3g}", f"{statistics.fmean(row):.4f}", [round(value, 4) for value in row])
-        return 0
-    rate, best = best_rate(about, seeds, arguments.workers)
-    names = arguments.starts.split(",")
-    runs = [
-        {**about, "method": arguments.method, "peak_lr": float(f"{rate * STARTS[name]:.6g}"), "seed": seed}
-        for name in names
-        for seed in seeds
-    ]
-    rows = run_all(runs, arguments.workers)
-    print(f"best of the sweep: {best:.4f} at {rate:.3g}")
-    for number, name in enumerate(names):
-        part = [100 * (loss(row) / best - 1) for row in rows[number * len(seeds) : (number + 1) * len(seeds)]]
-        print(f"{arguments.method} from {name}: regret {statistics.fmean(part):.1f} %", [round(x, 1) for x in part])
+    else:
+        starts(arguments, about, seeds, run)
     return 0
 
 

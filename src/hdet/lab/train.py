@@ -39,9 +39,7 @@ def train(options: RunOptions, folder: str | Path, recipe: Recipe = ONE_CYCLE) -
     """
     replicas = find_replicas()
     first = replicas.rank == 0
-    files = RunFolder(folder) if first else None
-    if files is not None:
-        files.begin(options)
+    files = _begin(options, folder) if first else None
     task = options.make_task()
     peak_lr = task.peak_lr if options.peak_lr is None else options.peak_lr
     model = _model(options, task)
@@ -96,6 +94,12 @@ def train(options: RunOptions, folder: str | Path, recipe: Recipe = ONE_CYCLE) -
         files.write_weights(bare(model))
         files.write("result.json", result)
     return result
+
+
+def _begin(options: RunOptions, folder: str | Path) -> RunFolder:
+    files = RunFolder(folder)
+    files.begin(options)
+    return files
 
 
 def _model(options: RunOptions, task: Task) -> nn.Module:
