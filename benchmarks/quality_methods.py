@@ -37,9 +37,9 @@ class Method(NamedTuple):
 _FEW = ("1/10", "1", "10")
 METHODS = {
     "plain": Method("OneCycleLR", {"controller": "none"}),
-    "paper": Method("the paper's controller: softmax, temperature 0.1", {"controller": "softmax", "temperature": 0.1}),
-    "auto": Method("`Auto`, its cost charged", {"controller": "auto", "charge": True}),
-    "line search": Method("`LineSearch`, its cost charged", {"controller": "line_search", "charge": True}, starts=()),
+    "paper": Method("the paper's controller", {"controller": "softmax", "temperature": 0.1}),
+    "auto": Method("`Auto`", {"controller": "auto", "charge": True}),
+    "line search": Method("`LineSearch`", {"controller": "line_search", "charge": True}, starts=()),
     "hypergradient": Method("hypergradient descent, additive, on OneCycleLR", kind="hypergradient"),
     "hypergradient, constant": Method(
         "hypergradient descent as published, no schedule", starts=_FEW, kind="hypergradient", argument="constant"

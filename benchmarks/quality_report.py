@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
+from provenance import DATE, header
 from quality_methods import METHODS, SCHEDULE_FREE_DEFAULT, STARTS
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- quality: begin, written by benchmarks/quality.py table --write -->", "<!-- quality: end -->"
-_PACKAGES = ("torch", "hdet", "prodigyopt", "dadaptation", "schedulefree")
 OnGrid = Callable[[dict], bool]
 
 
@@ -171,28 +167,25 @@ def readme_table(rows: Iterable[dict], on_grid: OnGrid) -> str:
             cells = [_percent(statistics.fmean(map(study.regret, part))) if part else "" for part in parts]
             if any(cells):
                 cost = statistics.fmean(row.get("cost", 1.0) for part in parts for row in part)
-                lines.append(f"| {where}: {method.what} | {' | '.join(cells)} | {cost:.2f} |")
+                lines.append(f"| {where}, {method.what} | {' | '.join(cells)} | {cost:.2f} |")
         for what, mine, runs in _without_start(study):
             cost = runs * statistics.fmean(row.get("cost", 1.0) for row in mine)
             cells = [_percent(statistics.fmean(map(study.regret, mine))), *[""] * (len(STARTS) - 1)]
-            lines.append(f"| {where}: {what} (any start) | {' | '.join(cells)} | {cost:.2f} |")
+            lines.append(f"| {where}, {what} (any start) | {' | '.join(cells)} | {cost:.2f} |")
     return "\n".join(lines)
 
 
-def fill_readme(table: str, readme: Path = README) -> None:
-    """Put the table between the marks."""
+def fill_readme(text: str, readme: Path = README) -> None:
+    """Put a text between the marks."""
     before, _, rest = readme.read_text().partition(BEGIN)
     _, mark, after = rest.partition(END)
     if not mark:
         raise ValueError(f"{readme} must have a line {BEGIN} and a line {END}")
-    readme.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+    readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
 
 
 def speed(rows: Iterable[dict], on_grid: OnGrid) -> str:
-    """When each method reaches the final loss of the plain schedule at the best rate, and from the same start.
-
-    In the compute of plain steps and in seconds, medians over the seeds; resolved by the evaluations, 20 in a run.
-    """
+    """When each method reaches the final loss of the plain schedule at the best rate, and from the same start."""
     found = []
     for study in studies(rows, on_grid):
         best = [row for row in study.of("plain", study.rate) if row.get("curve")]
@@ -252,7 +245,7 @@ def pictures(rows: Iterable[dict], on_grid: OnGrid, folder: Path) -> list[Path]:
         handles = {label: h for axis in axes[0] for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
         figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=3, fontsize="small")
         figure.tight_layout(rect=(0, 0.06 + 0.03 * math.ceil(len(handles) / 3), 1, 1))
-        path = folder / f"quality-{time.strftime('%Y-%m-%d')}-{kind}.png"
+        path = folder / f"quality-{DATE}-{kind}.png"
         figure.savefig(path, dpi=100)
         pyplot.close(figure)
         drawn.append(path)
@@ -296,18 +289,6 @@ def _draw_cost(axis, study: Study) -> None:
     axis.set_xlabel("compute, in plain runs")
 
 
-def header(what: str, rows: list[dict], results: Path) -> str:
-    seeds = sorted({row["seed"] for row in rows})
-    return (
-        f"# {what}, {time.strftime('%Y-%m-%d')}\n\n"
-        f"Written by `python {shlex.join(sys.argv)}` from `{results.name}`, one line per run; its rows come from\n"
-        "`python benchmarks/quality.py all --workers 2`, or part by part from `sweep` and `starts`.\n\n"
-        f"Machine: {os.cpu_count()} CPU cores ({_processor()}), {platform.system()}; Python "
-        f"{platform.python_version()}, {', '.join(f'{name} {_version(name)}' for name in _PACKAGES)}.\n"
-        f"Seeds: {', '.join(map(str, seeds))}.\n\n"
-    )
-
-
 ABOUT = """\
 Regret in %: held-out loss over that of the best rate of a sweep at the same length with the same seeds, minus 1. In
 brackets the worst seed and the number of seeds. Cost: all compute, in units of one plain run; a forward pass counts as
@@ -315,31 +296,37 @@ a third of a step. What a finder, a probe or a score costs is taken from the ste
 core over those of a plain run; by the clock of a machine that may have been busy where rows are older."""
 
 
+SPEED = """\
+When each method first reaches the final held-out loss of plain OneCycleLR at the best rate of the sweep, that loss
+within 1 %, and the final loss of plain OneCycleLR from the same start. Steps are compute in units of a plain step, with
+whatever was spent on a finder or a probe; seconds are by the clock. Medians over the seeds; the loss is measured 20
+times in a run, which is not charged."""
+
+
 def report(what: str, rows: list[dict], on_grid: OnGrid, results: Path, write: bool) -> str:
     """Print, or write into the folder of the results, what was asked for."""
-    date = time.strftime("%Y-%m-%d")
     if what == "pictures":
         return "\n".join(map(str, pictures(rows, on_grid, results.parent)))
     title = "What each method makes of a wrong start" if what == "table" else "How fast each method gets there"
-    body = f"{ABOUT}\n\n{tables(rows, on_grid)}" if what == "table" else f"{speed.__doc__}\n\n{speed(rows, on_grid)}"
-    text = f"{header(title, rows, results)}{body}\n"
+    body = f"{ABOUT}\n\n{tables(rows, on_grid)}" if what == "table" else f"{SPEED}\n\n{speed(rows, on_grid)}"
+    how = (
+        f"Written by `python {shlex.join(sys.argv)}` from `{results.name}`, one line per run. Its rows come from\n"
+        "`python benchmarks/quality.py all --workers 2`, or part by part from `sweep` and `starts`."
+    )
+    text = f"{header(title, how, sorted({row['seed'] for row in rows}))}{body}\n"
     if write:
-        (results.parent / f"{'quality' if what == 'table' else what}-{date}.md").write_text(text)
+        written = results.parent / f"{'quality' if what == 'table' else what}-{DATE}.md"
+        written.write_text(text)
         if what == "table":
-            fill_readme(readme_table(rows, on_grid))
+            fill_readme(f"{readme_table(rows, on_grid)}\n\n{_links(written)}")
     return text
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+def _links(written: Path) -> str:
+    """To the file of a table, and to its picture where it was drawn before."""
+    folder = written.parent.relative_to(README.parent).as_posix()
+    picture = f"{written.stem}-starts.png"
+    shown = (
+        f"\n\n![regret against the start, by task]({folder}/{picture})" if (written.parent / picture).exists() else ""
+    )
+    return f"[With seeds, costs and versions]({folder}/{written.name}).{shown}"

@@ -74,8 +74,13 @@ def ablate(
     warm = [_warm(options.replace(peak_lr=low_lr, seed=seed), folder) for seed in seeds]
     run_all(warm, one_process)
     begun = [options.replace(seed=seed, start=job.folder) for seed, job in zip(seeds, warm, strict=True)]
+
+    def measure(rate: float) -> tuple[float, float]:
+        result = run_all([_job(begun[0], folder, rate)], one_process)[0]
+        return held_out_loss(result, unseen=False), result["marginal_loss"]
+
     if high_lr is None:
-        high_lr = _breaking(begun[0], folder, low_lr, one_process)
+        high_lr = _breaking(low_lr, measure)
     rows = []
     for row in _rows(controllers, gradients):
         rate = low_lr if row.low else high_lr
@@ -177,13 +182,8 @@ def _job(options: RunOptions, folder: Path, rate: float) -> Job:
     return Job(options.replace(peak_lr=rate), str(folder / name))
 
 
-def _breaking(begun: RunOptions, folder: Path, low_lr: float, one_process: Callable[[int], bool]) -> float:
-    """The first rate at which plain training breaks down."""
-
-    def measure(rate: float) -> tuple[float, float]:
-        result = run_all([_job(begun, folder, rate)], one_process)[0]
-        return held_out_loss(result, unseen=False), result["marginal_loss"]
-
+def _breaking(low_lr: float, measure: Callable[[float], tuple[float, float]]) -> float:
+    """The first rate at which plain training breaks down; `measure` has its loss, and that of the marginals."""
     low, marginal = measure(low_lr)
     for k in range(1, _MOST_FACTORS + 1):
         rate = float(f"{low_lr * _RATIO**k:.6g}")
