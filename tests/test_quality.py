@@ -1,6 +1,7 @@
 """The benchmark against peers: every row comes from a real run of its method, and every figure from rows."""
 
 import json
+import math
 
 import dadaptation
 import peers.hypergradient
@@ -17,15 +18,14 @@ from torch.optim import lr_scheduler
 
 from hdet.lab.options import RunOptions
 
-ABOUT = {"task": "text", "size": "smoke", "optimizer": "adamw", "seed": 0}
-STEPS = 20
+STEPS = 20  # of `quality.py --smoke`, on digits: with BatchNorm all methods but a population have four replicas
 CLASSES = {
     "prodigy": "prodigyopt.Prodigy",
     "d-adaptation": "dadaptation.DAdaptAdam",
     "schedule-free": "schedulefree.AdamWScheduleFree",
 }
-# Of four replicas or members in one process; what probes and scores cost is taken from the steps.
-TAKEN = {"paper": 4 * 20, "auto": 4 * 8, "line search": 4 * 8, "population, batch": 4 * 9, "population, steps": 4 * 2}
+# What probes and scores cost is taken from the steps.
+FEWER = {"auto": 8, "line search": 8, "population, batch": 9, "population, steps": 2}
 STILL = ["plain", "auto", "hypergradient", "population, batch", "range test", *CLASSES]
 
 
@@ -35,25 +35,21 @@ def rows():
     return {row["method"]: row for row in quality.smoke()}
 
 
-def untrained():
-    task = RunOptions("text", size="smoke", steps=STEPS).make_task()
-    return task.evaluate(task.model())["loss"]
-
-
 def test_every_method_has_a_row_of_its_own(rows):
     assert set(rows) == set(METHODS)
     losses = {name: row["held_out"] for name, row in rows.items() if name != "line search"}  # `auto` is one here
     assert len(set(losses.values())) == len(losses)
-    assert all(loss < untrained() - 0.1 for loss in losses.values())
+    assert all(loss < math.log(10) for loss in losses.values())  # better than no idea
 
 
 def test_every_row_has_the_steps_of_its_own_optimizer(rows):
     for name, row in rows.items():
-        assert row["stepped"] == {CLASSES.get(name, "torch.AdamW"): TAKEN.get(name, STEPS)}, name
+        assert row["stepped"] == {CLASSES.get(name, "torch.AdamW"): 4 * FEWER.get(name, STEPS)}, name
 
 
 def test_every_row_says_what_it_cost(rows):
-    assert all(0.7 < row["cost"] <= 1.1 for row in rows.values())
+    assert rows["schedule-free"]["cost"] == pytest.approx(1 + 50 / 3 / STEPS, abs=1e-4)  # BatchNorm's statistics
+    assert all(0.9 < row["cost"] <= 1 for name, row in rows.items() if name != "schedule-free")
     assert all(row["cpu_seconds"] > 0 for row in rows.values())
     for name, row in rows.items():
         if not name.startswith("population"):
@@ -80,8 +76,10 @@ def test_a_method_whose_optimizer_stands_still_has_the_loss_of_an_untrained_mode
     }
     monkeypatch.setattr(kinds.get(name, torch.optim.AdamW), "step", lambda self, closure=None: None)
     rate = METHODS[name].rates[-1] if METHODS[name].rates else 1e-2
-    row = one({**ABOUT, "method": name, "peak_lr": rate}, steps=4)
-    assert row["held_out"] == pytest.approx(untrained(), abs=1e-5)
+    about = {"task": "text", "size": "smoke", "optimizer": "adamw", "seed": 0}
+    row = one({**about, "method": name, "peak_lr": rate}, steps=4)
+    task = RunOptions("text", size="smoke").make_task()
+    assert row["held_out"] == pytest.approx(task.evaluate(task.model())["loss"], abs=1e-5)
 
 
 class Line(torch.optim.SGD):

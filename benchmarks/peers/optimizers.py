@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 
 import torch
 from torch import nn
@@ -44,7 +45,8 @@ class DAdaptation(Prodigy):
     def optimizer(self, options: RunOptions, task: Task, model: nn.Module, peak_lr: float) -> Optimizer:
         from dadaptation import DAdaptAdam  # noqa: PLC0415
 
-        return DAdaptAdam(_groups(options, task, model), lr=peak_lr, decouple=True)
+        with redirect_stdout(io.StringIO()):  # it says that the decay is decoupled
+            return DAdaptAdam(_groups(options, task, model), lr=peak_lr, decouple=True)
 
     def schedule(self, optimizer: Optimizer, peak_lr: float, steps: int) -> LRScheduler:
         return Recipe.schedule(self, optimizer, peak_lr, steps)
