@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 BROWSER := .venv/.browser
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint types pytest soak bench clean
+.PHONY: demo test lint types pytest soak bench evidence clean
 
 demo: $(INSTALLED)
 	$(BIN)/hdet demo
@@ -29,6 +29,9 @@ soak: $(BROWSER)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/overhead.py --write
+
+evidence: $(INSTALLED)
+	$(BIN)/python benchmarks/evidence.py all
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

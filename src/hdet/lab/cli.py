@@ -1,8 +1,9 @@
-"""The command `hdet`: demo, train, resume, find-lr, sweep, returns, plan; of `hdet.report` report, watch, export."""
+"""The command `hdet`: demo, train, resume, find-lr, sweep, returns, ablate, plan; report, watch, export."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -49,7 +50,8 @@ def said(error: Exception) -> str:
     '--peak-lr must be positive, got 0.0'
     """
     name, _, rest = str(error).partition(" ")
-    names = {*RunOptions.__dataclass_fields__, *PLAN_OPTIONS, "seeds", "ratio", "most_rates"} - {"task"}
+    more = {"seeds", "ratio", "most_rates", "sizes", "high_lr", "noise", "controllers"}
+    names = {*RunOptions.__dataclass_fields__, *PLAN_OPTIONS, *more} - {"task"}
     flag = isinstance(error, OptionError) and name in names
     return f"--{name.replace('_', '-')} {rest}" if flag else str(error)
 
@@ -114,6 +116,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_run_options(command, None)
     command.add_argument("--seeds", type=int, default=1, help="seeds per row, from --seed on (default: 1)")
     command.add_argument("--sizes", type=_counts, default=(2, 4, 8, 16), metavar="N,N", help="default: 2,4,8,16")
+    command = _command(
+        commands, "ablate", _ablate, "the paper's ablation, at a rate at which plain training breaks down"
+    )
+    _add_task_options(command, 4, peak_lr="the low rate; default: the task's own")
+    command.add_argument("--seeds", type=int, default=3, help="seeds per row, from --seed on (default: 3)")
+    command.add_argument("--high-lr", type=float, help="default: found, of 3, 9, 27... times the low one")
+    command.add_argument("--noise", type=float, default=0.01, help="of the warm initialisation (default: 0.01)")
+    command.add_argument("--controllers", type=_names, default=("softmax", "auto"), metavar="A,B")
+    command.add_argument("--gradients", type=_names, default=("shared", "local"), metavar="A,B")
     add_plan(commands)
     add_commands(commands)
     return parser
@@ -127,7 +138,9 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], str],
     return command
 
 
-def _add_task_options(parser: argparse.ArgumentParser, replicas: int | None) -> None:
+def _add_task_options(
+    parser: argparse.ArgumentParser, replicas: int | None, peak_lr: str = "peak of OneCycleLR; default: the task's own"
+) -> None:
     add = parser.add_argument
     add("task", metavar="TASK", help=", ".join(sorted(TASKS)))
     if replicas is not None:
@@ -137,7 +150,7 @@ def _add_task_options(parser: argparse.ArgumentParser, replicas: int | None) -> 
     add("--seed", type=int, default=0)
     add("--data", help="a file to use in place of the task's own data")
     add("--optimizer", default="adamw", help=f"{' or '.join(OPTIMIZERS)} (default: adamw)")
-    add("--peak-lr", type=float, help="peak of OneCycleLR; default: the task's own")
+    add("--peak-lr", type=float, help=peak_lr)
 
 
 def _add_run_options(parser: argparse.ArgumentParser, replicas: int | None, controller: str = "softmax") -> None:
@@ -158,6 +171,9 @@ def _add_run_options(parser: argparse.ArgumentParser, replicas: int | None, cont
     add("--charge", action="store_true", help="shorten the run by what probe and finder cost")
     add("--interval", type=_interval, default="auto", help="steps per round, or auto: a 200th of the run")
     add("--checkpoint-every", type=int, metavar="STEPS", help="save the run; `hdet resume RUN` goes on with it")
+    add("--evaluate-every", type=int, metavar="STEPS", help="the held-out loss while it trains, in held_out.jsonl")
+    add("--start", metavar="RUN", help="begin with the weights of this run's folder")
+    add("--warm-noise", type=float, default=0.0, help="each replica's own noise on them, relative to their size")
     add("--per-group", action=argparse.BooleanOptionalAction, help="explore each parameter group; default: flights")
 
 
@@ -178,6 +194,10 @@ def _counts(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be whole numbers such as 2,4,8; got {text!r}") from None
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 def _seeds(arguments: argparse.Namespace) -> list[int]:
@@ -287,6 +307,29 @@ def _returns(arguments: argparse.Namespace) -> str:
             one_process=lambda size: arguments.in_process or size > most,
         )  # fmt: skip
     return f"\n{returns.show(result)}\n\nEverything is in {folder}"
+
+
+def _ablate(arguments: argparse.Namespace) -> str:
+    from hdet.lab import ablate  # noqa: PLC0415
+
+    kinds = {"controllers": arguments.controllers, "gradients": arguments.gradients}
+    del arguments.gradients
+    arguments.controller = "none"
+    options, seeds = _options(arguments), _seeds(arguments)
+    _check_positive("high_lr", arguments.high_lr)
+    _check_positive("noise", arguments.noise)
+    _prepare(arguments)
+    folder = arguments.folder or default_folder(f"ablate-{options.task}")
+    result = ablate.ablate(
+        options, folder, seeds=seeds, high_lr=arguments.high_lr, noise=arguments.noise, **kinds,
+        one_process=lambda size: arguments.in_process,
+    )  # fmt: skip
+    return f"\n{ablate.show(result)}\n\nEverything is in {folder}"
+
+
+def _check_positive(name: str, value: float | None) -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise OptionError(f"{name} must be positive, got {value!r}")
 
 
 def _prepare(arguments: argparse.Namespace) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim.lr_scheduler import OneCycleLR
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from hdet import Ensemble, RoundRecord, describe, find_replicas
 from hdet.lab.folder import RunFolder
 from hdet.lab.options import RunOptions
+from hdet.lab.recipe import Recipe
 from hdet.lab.status_line import StatusLine
+from hdet.lab.tasks import Task
 
 _LINES_PER_RUN = 200
 
@@ -28,6 +32,10 @@ class Clock:
         """Until now."""
         return self._before + time.perf_counter() - self._since
 
+    def leave_out(self, seconds: float) -> None:
+        """What was just spent is not the run's."""
+        self._before -= seconds
+
     def state_dict(self) -> dict[str, Any]:
         return {"seconds": self.seconds}
 
@@ -38,15 +46,14 @@ class Clock:
 class Scales:
     """Collects the scales of a run while they matter: `found` at `step`."""
 
-    def __init__(self, schedule: OneCycleLR) -> None:
+    def __init__(self, optimizer: Optimizer, peak_lr: float) -> None:
         self.found: dict[str, float] = {}
         self.step = 0
-        self._optimizer = schedule.optimizer
+        self._optimizer, self._peak_lr = optimizer, peak_lr
 
     def __call__(self, record: RoundRecord) -> None:
         """Take those of a round, unless the learning rate has fallen below half of its peak."""
-        group = self._optimizer.param_groups[0]  # another one after loading
-        if group["lr"] >= group["max_lr"] / 2:
+        if self._optimizer.param_groups[0]["lr"] >= self._peak_lr / 2:
             self._take({name: row.scale for name, row in record.hyperparameters.items()}, record.step)
 
     def end(self, ensemble: Ensemble, step: int) -> None:
@@ -72,7 +79,13 @@ class Meter:
     """
 
     def __init__(
-        self, options: RunOptions, steps: int, schedule: OneCycleLR, ensemble: Ensemble | None, files: RunFolder | None
+        self,
+        options: RunOptions,
+        peak_lr: float,
+        steps: int,
+        schedule: LRScheduler,
+        ensemble: Ensemble | None,
+        files: RunFolder | None,
     ) -> None:
         self.last = float("nan")
         self._schedule, self._ensemble, self._files = schedule, ensemble, files
@@ -81,9 +94,8 @@ class Meter:
         self._every = max(1, steps // _LINES_PER_RUN)
         self._losses: list[Tensor] = []
         self._rate = self._center()  # of the step under way
-        peak = max(group["max_lr"] for group in schedule.optimizer.param_groups)
         method = options.controller if options.fans_out else "plain"
-        title = f"{options.task}, {method}, peak {peak:.1e}, seed {options.seed}"
+        title = f"{options.task}, {method}, peak {peak_lr:.1e}, seed {options.seed}"
         self._line = StatusLine(title, steps, files is not None)
 
     def start_from(self, step: int, losses: list[float]) -> None:
@@ -132,3 +144,34 @@ class Meter:
         scales = {} if self._ensemble is None else self._ensemble.scales
         scale = next((scale for name, scale in scales.items() if name.startswith("learning_rate")), 1.0)
         return float(self._schedule.get_last_lr()[0]) * scale
+
+
+class HeldOutCurve:
+    """The held-out loss of the average of the replicas, every few steps. The time that it takes is not the run's."""
+
+    def __init__(
+        self,
+        every: int | None,
+        clock: Clock,
+        task: Task,
+        model: nn.Module,
+        optimizer: Optimizer,
+        recipe: Recipe,
+        ensemble: Ensemble | None,
+        files: RunFolder | None,
+    ) -> None:
+        self._every, self._clock, self._files = every, clock, files
+        self._task, self._model, self._optimizer, self._recipe = task, model, optimizer, recipe
+        self._ensemble = ensemble
+
+    def step(self, step: int) -> None:
+        """After step number `step`; collective."""
+        if not self._every or step % self._every:
+            return
+        began = self._clock.seconds
+        average = nullcontext() if self._ensemble is None else self._ensemble.consensus()
+        with average, self._recipe.evaluating(self._task, self._model, self._optimizer):
+            if self._files is not None:
+                loss = self._task.evaluate(self._model)["loss"]
+                self._files.append("held_out.jsonl", {"step": step, "seconds": round(began, 3), "loss": loss})
+        self._clock.leave_out(self._clock.seconds - began)

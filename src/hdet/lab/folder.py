@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import platform
 import shlex
 import sys
@@ -14,16 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from hdet import JSONLines, RoundRecord
 from hdet.json_lines import parse, strict
-from hdet.lab.errors import FolderError
+from hdet.lab.errors import FolderError, OptionError
 from hdet.lab.lock import LOCK, locked
 from hdet.lab.options import RunOptions
 
+_WEIGHTS = "weights.pt"
+
 
 class RunFolder:
-    """The files of one run: options.json, losses.jsonl, rounds.jsonl and result.json.
+    """The files of one run: options.json, losses.jsonl, rounds.jsonl, held_out.jsonl, weights.pt and result.json.
 
     Raises:
         FolderError: from every method, if the disk does not take it.
@@ -42,6 +46,13 @@ class RunFolder:
             unfinished = self.path / f"{name}.part"
             unfinished.write_text(json.dumps(strict(value), indent=1, allow_nan=False) + "\n")
             os.replace(unfinished, self.path / name)
+
+    def write_weights(self, model: nn.Module) -> None:
+        """weights.pt, written whole or not at all: what the model has learned, buffers included."""
+        with _clearly(self.path / _WEIGHTS):
+            unfinished = self.path / f"{_WEIGHTS}.part"
+            torch.save(model.state_dict(), unfinished)
+            os.replace(unfinished, self.path / _WEIGHTS)
 
     def append(self, name: str, value: Any) -> None:
         """One line of a file; it is on its way to the disk when this returns."""
@@ -88,6 +99,22 @@ def read(path: str | Path) -> Any:
         return None
     except (OSError, ValueError) as error:
         raise FolderError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def load_weights(folder: str | Path, model: nn.Module) -> None:
+    """Give a model the weights of the run in `folder`.
+
+    Raises:
+        OptionError: if there are none, or they are another model's.
+    """
+    path = Path(folder) / _WEIGHTS
+    try:
+        model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    except FileNotFoundError:
+        raise OptionError(f"start must be the folder of a finished run; there is no {path}") from None
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0]
+        raise OptionError(f"start must be the folder of a run of the same task, not {folder}: {reason}") from error
 
 
 def reported(result: dict[str, Any]) -> dict[str, Any]:

@@ -54,6 +54,9 @@ class RunOptions:
         interval: steps per round; "auto" is a 200th of the run, between 1 and 1000.
         per_group: explore each parameter group on its own; None for the task's way, which is yes for flights.
         checkpoint_every: steps between checkpoints; None for no checkpoints.
+        start: the folder of another run of the task, whose weights the run begins with; None for new ones.
+        warm_noise: each replica begins with its own noise on the weights, of this size relative to them.
+        evaluate_every: steps between evaluations on the held-out samples; None for one at the end.
 
     Raises:
         OptionError: for a value that cannot work.
@@ -83,6 +86,9 @@ class RunOptions:
     interval: int | Literal["auto"] = "auto"
     per_group: bool | None = None
     checkpoint_every: int | None = None
+    start: str | None = None
+    warm_noise: float = 0.0
+    evaluate_every: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("task", self.task, sorted(TASKS))
@@ -96,6 +102,7 @@ class RunOptions:
         _whole("steps", self.steps, 1)
         _whole("warmup_steps", self.warmup_steps, 0)
         _whole("checkpoint_every", self.checkpoint_every, 1)
+        _whole("evaluate_every", self.evaluate_every, 1)
         if self.interval != "auto":
             _whole("interval", self.interval, 1)
         _number("peak_lr", self.peak_lr, 0 < (self.peak_lr or 1) < math.inf and self.peak_lr != 0, "positive", "1e-3")
@@ -104,6 +111,7 @@ class RunOptions:
         _number("outer_step", self.outer_step, 0 < (self.outer_step or 1) <= 1, "in (0, 1]", "0.5")
         _number("outer_momentum", self.outer_momentum, 0 <= (self.outer_momentum or 0) < 1, "in [0, 1)", "0.9")
         _number("weight_decay", self.weight_decay, 0 <= (self.weight_decay or 0) < math.inf, "at least 0", "0.1")
+        _number("warm_noise", self.warm_noise, 0 <= self.warm_noise < math.inf, "at least 0", "0.01")
         _one_of("gradients", self.gradients, ("shared", "local"))
         self._check_effect()
         self._check_explored()

@@ -10,22 +10,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch.optim.lr_scheduler import OneCycleLR
+from torch import nn
+from torch.optim import Optimizer
 
-from hdet import RoundRecord, data_parallel, find_replicas, load, save
+from hdet import RoundRecord, data_parallel, find_replicas, load, save, warm_init
 from hdet.json_lines import strict
-from hdet.lab.course import Clock, Meter, Scales
-from hdet.lab.folder import RunFolder
+from hdet.lab.course import Clock, HeldOutCurve, Meter, Scales
+from hdet.lab.folder import RunFolder, load_weights
 from hdet.lab.options import RunOptions
+from hdet.lab.recipe import ONE_CYCLE, Recipe
 from hdet.lab.setup import device, make_ensemble, make_smoothing
 from hdet.lab.start import Start, settle
-from hdet.lab.tasks import Task
+from hdet.lab.tasks import Task, bare
 
 
-def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
+def train(options: RunOptions, folder: str | Path, recipe: Recipe = ONE_CYCLE) -> dict[str, Any]:
     """Train once, collectively; the first replica writes `folder`. What is in result.json, on every replica.
 
-    A run with checkpoints in `folder` goes on from the last one.
+    A `recipe` trains with another optimizer or schedule. A run with checkpoints in `folder` goes on from the last one.
 
     The losses on the held-out data are those of the average of the replicas, and known to the first one only:
     `held_out` of all samples, `held_out_unseen` of the half that no held-out probe draws from. The first is the
@@ -40,26 +42,24 @@ def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
     """
     replicas = find_replicas()
     first = replicas.rank == 0
-    files = RunFolder(folder) if first else None
-    if files is not None:
-        files.begin(options)
+    files = _begin(options, folder) if first else None
     task = options.make_task()
     peak_lr = task.peak_lr if options.peak_lr is None else options.peak_lr
-    model = data_parallel(task.model().to(device()))
-    decay = {} if options.weight_decay is None else {"weight_decay": options.weight_decay}
-    optimizer = task.optimizer(model, peak_lr, options.optimizer, **decay)
+    model = _model(options, task)
+    optimizer = recipe.optimizer(options, task, model, peak_lr)
     smoothing = make_smoothing(options)
 
     start = settle(options, task, model, optimizer, peak_lr, files)
+    if options.warm_noise:
+        warm_init(model, options.warm_noise, seed=options.seed)
     clock = Clock(start.seconds)
     steps = start.steps
-    schedule = OneCycleLR(optimizer, max_lr=start.peak_lr, total_steps=steps)
-    scales = Scales(schedule)
-    sinks: list[Callable[[RoundRecord], None]] = [scales]
-    if files is not None:
-        sinks.append(files.record)
+    schedule = recipe.schedule(optimizer, start.peak_lr, steps)
+    scales = Scales(optimizer, start.peak_lr)
+    sinks: list[Callable[[RoundRecord], None]] = [scales] if files is None else [scales, files.record]
     ensemble = make_ensemble(options, task, steps, start.finder_steps > 0, model, optimizer, smoothing, sinks)
-    meter = Meter(options, steps, schedule, ensemble, files)
+    meter = Meter(options, start.peak_lr, steps, schedule, ensemble, files)
+    curve = HeldOutCurve(options.evaluate_every, clock, task, model, optimizer, recipe, ensemble, files)
     run: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, "resumed_at": []}
     run |= {"clock": clock, "scales": scales, "meter": meter}
     run |= {} if ensemble is None else {"ensemble": ensemble}
@@ -75,6 +75,7 @@ def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
         if ensemble is not None:
             ensemble.step(loss)  # the last one averages the replicas
         meter.step(step + 1, loss)
+        curve.step(step + 1)
         if options.checkpoint_every and (step + 1) % options.checkpoint_every == 0:
             save(checkpoints, run, own={"losses": meter.losses}, step=step + 1)
     seconds = clock.seconds
@@ -88,13 +89,37 @@ def train(options: RunOptions, folder: str | Path) -> dict[str, Any]:
         "train_loss": meter.last,
         "scales": scales.found,
         "scales_step": scales.step,
-        "held_out": task.evaluate(model) if first else None,
-        "held_out_unseen": task.evaluate(model, unseen=True) if first else None,
+        **_held_out(recipe, task, model, optimizer, first),
     }
     result: dict[str, Any] = strict({**_settings(options, task, start), **measured})
     if files is not None:
+        files.write_weights(bare(model))
         files.write("result.json", result)
     return result
+
+
+def _begin(options: RunOptions, folder: str | Path) -> RunFolder:
+    files = RunFolder(folder)
+    files.begin(options)
+    return files
+
+
+def _model(options: RunOptions, task: Task) -> nn.Module:
+    model = data_parallel(task.model().to(device()))
+    if options.start is not None:
+        load_weights(options.start, bare(model))
+    return model
+
+
+def _held_out(
+    recipe: Recipe, task: Task, model: nn.Module, optimizer: Optimizer, first: bool
+) -> dict[str, dict[str, float] | None]:
+    """The losses on the held-out samples, on the first replica."""
+    with recipe.evaluating(task, model, optimizer):
+        return {
+            "held_out": task.evaluate(model) if first else None,
+            "held_out_unseen": task.evaluate(model, unseen=True) if first else None,
+        }
 
 
 def _resume(checkpoints: Path, run: dict[str, Any], meter: Meter, files: RunFolder | None) -> int:
@@ -106,7 +131,7 @@ def _resume(checkpoints: Path, run: dict[str, Any], meter: Meter, files: RunFold
         run["resumed_at"] = [*resumed.values["resumed_at"], step]
         meter.start_from(step, resumed.values.get("losses", []))  # those of another number of replicas are left out
     if files is not None:
-        for name in ("losses.jsonl", "rounds.jsonl"):
+        for name in ("losses.jsonl", "rounds.jsonl", "held_out.jsonl"):
             files.rewind(name, step)
     return step
 

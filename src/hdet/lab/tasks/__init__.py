@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hdet.lab.tasks.digits import Digits
 from hdet.lab.tasks.flights import Flights
-from hdet.lab.tasks.task import Batch, MissingDataError, OptimizerKind, Preset, Size, Task
+from hdet.lab.tasks.task import Batch, MissingDataError, OptimizerKind, Preset, Size, Task, bare
 from hdet.lab.tasks.text import Text
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Digits, Text, Flights)}
@@ -40,5 +40,6 @@ __all__ = [
     "Size",
     "Task",
     "Text",
+    "bare",
     "make",
 ]

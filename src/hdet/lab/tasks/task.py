@@ -140,8 +140,7 @@ class Task(abc.ABC):
             unseen: only the half of the held-out samples that no probe draws from. That is the honest loss of a run
                 with a held-out probe, and what a run without one has to be compared with it by.
         """
-        if isinstance(model, DistributedDataParallel):
-            model = model.module  # DDP's forward would broadcast the buffers
+        model = bare(model)  # DDP's forward would broadcast the buffers
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
@@ -178,6 +177,12 @@ class Task(abc.ABC):
     def _generator(self, step: int) -> torch.Generator:
         """What global batch `step` is drawn from."""
         return torch.Generator().manual_seed((self.seed * _SEED_STRIDE + step) % 2**32)
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The task's own model, without what shares its gradients."""
+    wrapped = isinstance(model, DistributedDataParallel) or getattr(model, "shares_gradients", False)
+    return model.get_submodule("module") if wrapped else model
 
 
 def load_package(task: str, module: str) -> Any:
