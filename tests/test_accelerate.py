@@ -1,0 +1,112 @@
+"""A loop with Accelerate in two processes, beside a plain one: prepared and not, accumulated, saved and resumed."""
+
+import pathlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import batch
+from hosts import (
+    OPTIONS,
+    SAVED,
+    STEPS,
+    Told,
+    as_under_torchrun,
+    check_same,
+    explored,
+    loss_of,
+    make_model,
+    make_optimizer,
+    make_schedule,
+    plain_loop,
+    weights,
+)
+from processes import run
+
+import hdet
+
+
+def train(folder, accumulation, prepare_optimizer, resume=None, save=None):
+    """The rounds, the weights at the end, and the folder that was saved."""
+    from accelerate import Accelerator
+    from accelerate.utils import GradientAccumulationPlugin
+
+    from hdet.integrations.accelerate import load_state, save_state
+
+    plugin = GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, project_dir=folder)
+    plain = make_model()
+    optimizer = make_optimizer(plain)
+    scheduler = make_schedule(optimizer)  # not prepared: Accelerate would step it once per process
+    model = accelerator.prepare(plain)
+    if prepare_optimizer:
+        optimizer = accelerator.prepare(optimizer)
+    told = Told()
+    ensemble = hdet.Ensemble(
+        optimizer, explored(optimizer), total_steps=STEPS, model=model, on_round=[told], **OPTIONS
+    )  # fmt: skip
+    run_ = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "ensemble": ensemble}
+    if resume is not None:
+        load_state(accelerator, run_, resume)
+    saved = None
+    for index in range(ensemble.progress["step"] * accumulation, STEPS * accumulation):
+        with accelerator.accumulate(model):
+            loss = loss_of(model, batch(dist.get_rank(), index))
+            accelerator.backward(loss)
+            if prepare_optimizer or accelerator.sync_gradients:
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                scheduler.step()
+        ensemble.step(loss)
+        if save is not None and index + 1 == save * accumulation:
+            saved = save_state(accelerator, run_, pathlib.Path(folder, str(save)))
+    ensemble.close()
+    return told.rounds, weights(plain), saved
+
+
+def compare(folder, accumulation, prepare_optimizer):
+    from safetensors.torch import load_file
+
+    rounds, ours, average, _ = plain_loop(accumulation)
+    theirs, whole, saved = train(folder, accumulation, prepare_optimizer, save=SAVED)
+    check_same(theirs, rounds)
+    check_same(whole, ours)
+    check_same(load_file(saved / "model.safetensors"), average)
+    for save, left in ((SAVED, 1), (8, 2)):  # in mid-round, and at a round's end
+        if save != SAVED:
+            saved = train(folder, accumulation, prepare_optimizer, save=save)[2]
+        again, ended, _ = train(folder, accumulation, prepare_optimizer, resume=saved)
+        assert all(torch.equal(ended[name], whole[name]) for name in whole)
+        assert again == theirs[left:]
+    return saved
+
+
+def refuse(folder, saved):
+    import shutil
+
+    from accelerate import Accelerator
+
+    from hdet.integrations.accelerate import load_state, save_state
+
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="run must hold the ensemble; write"):
+        save_state(accelerator, {"model": torch.nn.Linear(1, 1)}, folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(saved / "hdet")
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"has no folder 'hdet', as .*save_state writes it; to go on from a plain"):
+        train(folder, 2, True, resume=saved)
+
+
+def accelerate(folder):
+    as_under_torchrun()
+    saved = compare(f"{folder}/prepared", 2, True)
+    compare(f"{folder}/plain", 1, False)
+    refuse(f"{folder}/prepared", saved)
+    return True
+
+
+def test_as_in_a_plain_loop(tmp_path):
+    assert run(accelerate, 2, str(tmp_path), timeout=200) == [True, True]
