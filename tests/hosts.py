@@ -1,8 +1,12 @@
 """A small run in a plain loop, for the integrations to be compared with; and what their frameworks need to start."""
 
+import contextlib
+import io
 import os
+import pathlib
+import runpy
+import sys
 import warnings
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -12,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 STEPS, INTERVAL, SAVED = 10, 4, 6  # it is saved in mid-round
 OPTIONS = {"interval": INTERVAL, "controller": hdet.Softmax(temperature=0.05)}
 
@@ -90,7 +95,7 @@ def plain_loop(accumulation=1, **ddp_options):
     for step in range(STEPS):
         losses = []
         for micro in range(accumulation):
-            with ddp.no_sync() if micro < accumulation - 1 else nullcontext():
+            with ddp.no_sync() if micro < accumulation - 1 else contextlib.nullcontext():
                 loss = loss_of(ddp, batch(dist.get_rank(), step * accumulation + micro))
                 (loss / accumulation).backward()
             losses.append(loss.detach())
@@ -103,6 +108,15 @@ def plain_loop(accumulation=1, **ddp_options):
                 average, judged = weights(model), held_out(model)
     ensemble.close()
     return told.rounds, weights(model), average, judged
+
+
+def example(name, *arguments):
+    """What a script in examples/ prints on this replica; it may end the process group."""
+    printed = io.StringIO()
+    sys.argv = [name, *arguments]
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return printed.getvalue()
 
 
 def check_same(ours, theirs):

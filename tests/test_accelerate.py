@@ -1,6 +1,7 @@
 """A loop with Accelerate in two processes, beside a plain one: prepared and not, accumulated, saved and resumed."""
 
 import pathlib
+import shutil
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hosts import (
     Told,
     as_under_torchrun,
     check_same,
+    example,
     explored,
     loss_of,
     make_model,
@@ -45,9 +47,9 @@ def train(folder, accumulation, prepare_optimizer, resume=None, save=None):
     ensemble = hdet.Ensemble(
         optimizer, explored(optimizer), total_steps=STEPS, model=model, on_round=[told], **OPTIONS
     )  # fmt: skip
-    run_ = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "ensemble": ensemble}
+    entries = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "ensemble": ensemble}
     if resume is not None:
-        load_state(accelerator, run_, resume)
+        load_state(accelerator, entries, resume)
     saved = None
     for index in range(ensemble.progress["step"] * accumulation, STEPS * accumulation):
         with accelerator.accumulate(model):
@@ -60,7 +62,7 @@ def train(folder, accumulation, prepare_optimizer, resume=None, save=None):
                 scheduler.step()
         ensemble.step(loss)
         if save is not None and index + 1 == save * accumulation:
-            saved = save_state(accelerator, run_, pathlib.Path(folder, str(save)))
+            saved = save_state(accelerator, entries, pathlib.Path(folder, str(save)))
     ensemble.close()
     return told.rounds, weights(plain), saved
 
@@ -83,11 +85,9 @@ def compare(folder, accumulation, prepare_optimizer):
 
 
 def refuse(folder, saved):
-    import shutil
-
     from accelerate import Accelerator
 
-    from hdet.integrations.accelerate import load_state, save_state
+    from hdet.integrations.accelerate import save_state
 
     accelerator = Accelerator(cpu=True)
     with pytest.raises(ValueError, match="run must hold the ensemble; write"):
@@ -105,8 +105,12 @@ def accelerate(folder):
     saved = compare(f"{folder}/prepared", 2, True)
     compare(f"{folder}/plain", 1, False)
     refuse(f"{folder}/prepared", saved)
-    return True
+    return example("accelerate_digits.py", "--epochs", "2", "--folder", f"{folder}/example")
 
 
-def test_as_in_a_plain_loop(tmp_path):
-    assert run(accelerate, 2, str(tmp_path), timeout=200) == [True, True]
+def test_as_in_a_plain_loop_and_the_example(tmp_path):
+    said, nothing = run(accelerate, 2, str(tmp_path), timeout=200)
+    assert nothing == ""
+    rounds, held_out = said.splitlines()
+    assert rounds == "rounds: 5"
+    assert float(held_out.removeprefix("held-out loss: ")) < 2.2  # guessing: 2.3

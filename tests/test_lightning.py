@@ -15,6 +15,7 @@ from hosts import (
     Told,
     as_under_torchrun,
     check_same,
+    example,
     explored,
     held_out,
     loss_of,
@@ -195,7 +196,9 @@ def refuse(folder):
 
     with pytest.raises(ValueError, match=r"strategy must be DDP, .* got FSDPStrategy; write Trainer\(strategy"):
         _check_strategy(FSDPStrategy())
-    with pytest.raises(TypeError, match="'intervall' is no argument of hdet.Ensemble; it takes total_steps, interval"):
+    with pytest.raises(
+        TypeError, match=r"'intervall' is no argument of hdet\.Ensemble, which takes total_steps, interval"
+    ):
         HDETCallback(intervall=3)
     with pytest.raises(TypeError, match="model is given by the trainer"):
         HDETCallback(model=None)
@@ -214,9 +217,13 @@ def lightning(folder):
     compare_manual(f"{folder}/manual")
     keep_the_best(f"{folder}/kept")
     refuse(f"{folder}/refused")
-    return resume_without(f"{folder}/automatic", path)
+    equal = resume_without(f"{folder}/automatic", path)
+    return equal, example("lightning_digits.py", "--epochs", "2", "--folder", f"{folder}/example")
 
 
-def test_as_in_a_plain_loop(tmp_path):
-    first, second = run(lightning, 2, str(tmp_path), timeout=230)
+def test_as_in_a_plain_loop_and_the_example(tmp_path):
+    (first, said), (second, _) = run(lightning, 2, str(tmp_path), timeout=230)
     assert first == second
+    rounds, held_out = said.splitlines()[-2:]
+    assert rounds == "rounds: 5"
+    assert float(held_out.removeprefix("held-out loss: ")) < 2.1  # guessing: 2.3

@@ -7,7 +7,18 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-from hosts import OPTIONS, SAVED, STEPS, Told, as_under_torchrun, check_same, explored, make_schedule, weights
+from hosts import (
+    OPTIONS,
+    SAVED,
+    STEPS,
+    Told,
+    as_under_torchrun,
+    check_same,
+    example,
+    explored,
+    make_schedule,
+    weights,
+)
 from processes import run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -98,7 +109,12 @@ def train(folder, resume=None, attach=True, options=None, **arguments):
     model, told = make_language_model(), Told()
     optimizer = make_optimizer(model)
     samples = [make_sample(number) for number in range(SAMPLES * 2 * ACCUMULATION * STEPS)]
-    arguments = {"save_strategy": "steps", "save_steps": SAVED, "eval_strategy": "steps", "eval_steps": SAVED} | arguments
+    arguments = {
+        "save_strategy": "steps",
+        "save_steps": SAVED,
+        "eval_strategy": "steps",
+        "eval_steps": SAVED,
+    } | arguments
     args = TrainingArguments(
         folder, per_device_train_batch_size=SAMPLES, gradient_accumulation_steps=ACCUMULATION, num_train_epochs=1,
         per_device_eval_batch_size=4, max_grad_norm=0.0, use_cpu=True, ddp_backend="gloo", report_to=[],
@@ -156,7 +172,7 @@ def refuse(folder):
 
     with pytest.raises(RuntimeError, match="HDETCallback must be attached, to see this replica's losses; write"):
         train(folder, attach=False)
-    with pytest.raises(TypeError, match="'steps' is no argument of hdet.Ensemble"):
+    with pytest.raises(TypeError, match="'steps' is no argument"):
         HDETCallback(steps=3)
 
 
@@ -165,9 +181,12 @@ def transformers(folder):
     compare(f"{folder}/compared")
     best = load_the_best(f"{folder}/best")
     refuse(f"{folder}/refused")
-    return best
+    return best, example("transformers_text.py", "--steps", "12", "--folder", f"{folder}/example")
 
 
-def test_as_in_a_plain_loop(tmp_path):
-    first, second = run(transformers, 2, str(tmp_path), timeout=230)
+def test_as_in_a_plain_loop_and_the_example(tmp_path):
+    (first, said), (second, _) = run(transformers, 2, str(tmp_path), timeout=230)
     assert first == second
+    rounds, held_out = said.splitlines()[-2:]
+    assert rounds == "rounds: 12"
+    assert float(held_out.removeprefix("held-out loss: ")) < 5  # guessing: 5.5

@@ -71,7 +71,7 @@ def load_state(
 ) -> Path:
     """`accelerator.load_state`, and then for each replica its own state. Collective: every replica calls it.
 
-    On as many replicas as had saved it they go on as if they had never stopped; another number goes on from the average.
+    On as many replicas as had saved it they go on as if they had never stopped; another number begins with the average.
 
     Args:
         accelerator: yours.
@@ -117,7 +117,8 @@ def _beside(accelerator: Accelerator, run: Mapping[str, Any]) -> Beside:
     prepared = flatten("prepared", {"": [*accelerator._models, *accelerator._optimizers, *accelerator._schedulers]})
     saved = {id(entry) for entry in prepared.values()}
     optimizers = [entry for entry in found.values() if hasattr(entry, "param_groups")]
-    always, own = {}, {}
+    always: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     for name, entry in found.items():
         if id(entry) not in saved:
             always[name] = entry

@@ -168,4 +168,4 @@ def _check_options(options: Mapping[str, Any]) -> None:
         if name in _OURS:
             raise TypeError(f"{name} is given by the trainer; leave it out")
         if name not in known:
-            raise TypeError(f"{name!r} is no argument of hdet.Ensemble; it takes {', '.join(known)}")
+            raise TypeError(f"{name!r} is no argument of hdet.Ensemble, which takes {', '.join(known)}")

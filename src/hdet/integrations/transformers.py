@@ -1,4 +1,4 @@
-"""HDET in a transformers Trainer: `HDETCallback(interval=50).attach(trainer)`, then `trainer.train()` under torchrun."""
+"""HDET in a transformers Trainer: `HDETCallback(interval=50).attach(trainer)` before `trainer.train()`."""
 
 from __future__ import annotations
 
@@ -158,7 +158,9 @@ class _StepLoss:
             self._total = loss.detach() if self._total is None else self._total + loss.detach()
             if tokens is not None:
                 self._tokens = self._tokens + tokens.to(loss.device)
-                self._of_all = torch.as_tensor(num_items_in_batch, device=loss.device) / trainer.accelerator.num_processes
+                self._of_all = (
+                    torch.as_tensor(num_items_in_batch, device=loss.device) / trainer.accelerator.num_processes
+                )
             return loss
 
         return training_step
