@@ -82,7 +82,7 @@ class Told:
         self.rounds.append([record.round, record.step, *record.scores, *row.values, row.scale])
 
 
-def plain_loop(accumulation=1, **ddp_options):
+def plain_loop(accumulation=1, options=None, **ddp_options):
     """The rounds, the weights at the end, and those of the consensus in mid-round with their held-out loss."""
     model = make_model()
     ddp = DistributedDataParallel(model, **ddp_options)
@@ -90,7 +90,7 @@ def plain_loop(accumulation=1, **ddp_options):
     scheduler = make_schedule(optimizer)
     told = Told()
     ensemble = hdet.Ensemble(
-        optimizer, explored(optimizer), total_steps=STEPS, model=ddp, on_round=[told], **OPTIONS
+        optimizer, explored(optimizer), total_steps=STEPS, model=ddp, on_round=[told], **OPTIONS, **(options or {})
     )  # fmt: skip
     for step in range(STEPS):
         losses = []
@@ -117,6 +117,16 @@ def example(name, *arguments):
     with contextlib.redirect_stdout(printed):
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return printed.getvalue()
+
+
+def follow_guide(section, folder, **names):
+    """Run the code of a section of docs/integrations.md, as it is; the names that it leaves behind."""
+    text = (EXAMPLES.parent / "docs/integrations.md").read_text().partition(f"\n## {section}\n")[2]
+    block = text.partition("```python\n")[2].partition("```")[0]
+    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)
+    exec(block, names)
+    return names
 
 
 def check_same(ours, theirs):

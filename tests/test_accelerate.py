@@ -16,6 +16,7 @@ from hosts import (
     check_same,
     example,
     explored,
+    follow_guide,
     loss_of,
     make_model,
     make_optimizer,
@@ -100,11 +101,24 @@ def refuse(folder, saved):
         train(folder, 2, True, resume=saved)
 
 
+def follow(folder):
+    model = make_model()
+    optimizer = make_optimizer(model)
+    loader = torch.utils.data.DataLoader([tuple(part[0] for part in batch(0, k)) for k in range(160)], batch_size=4)
+    names = follow_guide(
+        "Accelerate", folder, model=model, optimizer=optimizer, scheduler=make_schedule(optimizer), loader=loader,
+        loss_fn=torch.nn.functional.mse_loss, on_cpu=True,
+    )  # fmt: skip
+    assert names["ensemble"].progress["step"] == 10
+    assert not names["ensemble"].mid_round
+
+
 def accelerate(folder):
     as_under_torchrun()
     saved = compare(f"{folder}/prepared", 2, True)
     compare(f"{folder}/plain", 1, False)
     refuse(f"{folder}/prepared", saved)
+    follow(f"{folder}/guide")
     return example("accelerate_digits.py", "--epochs", "2", "--folder", f"{folder}/example")
 
 

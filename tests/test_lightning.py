@@ -17,6 +17,7 @@ from hosts import (
     check_same,
     example,
     explored,
+    follow_guide,
     held_out,
     loss_of,
     make_model,
@@ -38,10 +39,10 @@ class Batches:
         return self.number
 
     def __iter__(self):
+        self.at %= self.number
         while self.at < self.number:
             self.at += 1
             yield batch(dist.get_rank(), self.at - 1)
-        self.at = 0
 
     def state_dict(self):
         return {"at": self.at}
@@ -177,6 +178,21 @@ def compare_manual(folder):
     check_same(weights(module.model), ours)
 
 
+def compare_local(folder):
+    rounds, ours, _, _ = plain_loop(options={"gradients": "local"})
+    _, module, told, _ = fit(folder, gradients="local")
+    check_same(told.rounds, rounds)
+    check_same(weights(module.model), ours)
+
+
+def follow(folder):
+    module = make_module("automatic")
+    names = follow_guide("Lightning", folder, module=module, loader=Batches(STEPS))
+    assert names["callback"].ensemble.progress["step"] == names["trainer"].global_step == 3 * STEPS
+    assert len(list(pathlib.Path(folder, "checkpoints").iterdir())) == 2
+    return module.model[1].weight.tolist()
+
+
 def keep_the_best(folder):
     """What lies beside a checkpoint goes with it."""
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -215,9 +231,10 @@ def lightning(folder):
     as_under_torchrun()
     path = compare_automatic(f"{folder}/automatic")
     compare_manual(f"{folder}/manual")
+    compare_local(f"{folder}/local")
     keep_the_best(f"{folder}/kept")
     refuse(f"{folder}/refused")
-    equal = resume_without(f"{folder}/automatic", path)
+    equal = [resume_without(f"{folder}/automatic", path), follow(f"{folder}/guide")]
     return equal, example("lightning_digits.py", "--epochs", "2", "--folder", f"{folder}/example")
 
 

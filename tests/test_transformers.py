@@ -16,6 +16,7 @@ from hosts import (
     check_same,
     example,
     explored,
+    follow_guide,
     make_schedule,
     weights,
 )
@@ -167,6 +168,14 @@ def load_the_best(folder):
     return [p.sum().item() for p in trainer.model.parameters()]
 
 
+def follow(folder):
+    model, samples = make_language_model(), [make_sample(number) for number in range(80)]
+    names = follow_guide("transformers", folder, model=model, train_set=samples, held_out=samples[:8])
+    assert names["trainer"].state.global_step == 20
+    assert any("hdet/loss/replica_1" in row for row in names["trainer"].state.log_history)
+    return [p.sum().item() for p in model.parameters()]
+
+
 def refuse(folder):
     from hdet.integrations.transformers import HDETCallback
 
@@ -179,9 +188,9 @@ def refuse(folder):
 def transformers(folder):
     as_under_torchrun()
     compare(f"{folder}/compared")
-    best = load_the_best(f"{folder}/best")
+    equal = [load_the_best(f"{folder}/best"), follow(f"{folder}/guide")]
     refuse(f"{folder}/refused")
-    return best, example("transformers_text.py", "--steps", "12", "--folder", f"{folder}/example")
+    return equal, example("transformers_text.py", "--steps", "12", "--folder", f"{folder}/example")
 
 
 def test_as_in_a_plain_loop_and_the_example(tmp_path):
