@@ -29,7 +29,7 @@ from processes import run
 import hdet
 
 
-def train(folder, accumulation, prepare_optimizer, resume=None, save=None):
+def train(folder, accumulation, prepare_optimizer, resume=None, save=None, steps=STEPS):
     """The rounds, the weights at the end, and the folder that was saved."""
     from accelerate import Accelerator
     from accelerate.utils import GradientAccumulationPlugin
@@ -52,7 +52,7 @@ def train(folder, accumulation, prepare_optimizer, resume=None, save=None):
     if resume is not None:
         load_state(accelerator, entries, resume)
     saved = None
-    for index in range(ensemble.progress["step"] * accumulation, STEPS * accumulation):
+    for index in range(ensemble.progress["step"] * accumulation, steps * accumulation):
         with accelerator.accumulate(model):
             loss = loss_of(model, batch(dist.get_rank(), index))
             accelerator.backward(loss)
@@ -122,9 +122,24 @@ def accelerate(folder):
     return example("accelerate_digits.py", "--epochs", "2", "--folder", f"{folder}/example")
 
 
+def with_another_number(folder):
+    from safetensors.torch import load_file
+
+    as_under_torchrun()
+    saved = pathlib.Path(folder, str(SAVED))
+    begun = train(folder, 1, False, resume=saved, steps=0)[1]
+    ended = train(folder, 1, False, resume=saved)
+    return begun, load_file(saved / "model.safetensors"), [row[1] for row in ended[0]], ended[1]
+
+
 def test_as_in_a_plain_loop_and_the_example(tmp_path):
     said, nothing = run(accelerate, 2, str(tmp_path), timeout=200)
     assert nothing == ""
     rounds, held_out = said.splitlines()
     assert rounds == "rounds: 5"
     assert float(held_out.removeprefix("held-out loss: ")) < 2.2  # guessing: 2.3
+    others = run(with_another_number, 3, f"{tmp_path}/plain")
+    for begun, average, rounds, ended in others:
+        check_same(begun, average)
+        assert rounds == [8, STEPS]
+        check_same(ended, others[0][3])
