@@ -117,13 +117,12 @@ def _beside(accelerator: Accelerator, run: Mapping[str, Any]) -> Beside:
     prepared = flatten("prepared", {"": [*accelerator._models, *accelerator._optimizers, *accelerator._schedulers]})
     saved = {id(entry) for entry in prepared.values()}
     optimizers = [entry for entry in found.values() if hasattr(entry, "param_groups")]
-    always: dict[str, Any] = {}
-    own: dict[str, Any] = {}
-    for name, entry in found.items():
-        if id(entry) not in saved:
-            always[name] = entry
-        elif isinstance(entry, nn.Module):
-            own |= trained_by(optimizers, name, entry)
-        else:
-            own[name] = entry
-    return Beside(ensemble, always, own)
+
+    def own() -> dict[str, Any]:
+        entries: dict[str, Any] = {}
+        for name, entry in found.items():
+            if id(entry) in saved:
+                entries |= trained_by(optimizers, name, entry) if isinstance(entry, nn.Module) else {name: entry}
+        return entries
+
+    return Beside(ensemble, {name: entry for name, entry in found.items() if id(entry) not in saved}, own)

@@ -6,7 +6,7 @@ in, and nothing that is frozen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,12 @@ class Beside:
     Args:
         ensemble: whose replicas save and load together.
         always: what the other library does not save, by name; the ensemble is among it.
-        own: what it saves of one replica only, and replicas differ in, in mid-round.
+        own: what it saves of one replica only, and replicas differ in, in mid-round; looked up anew each time, as
+            parameter groups may be added.
     """
 
-    def __init__(self, ensemble: Ensemble, always: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        self._ensemble, self._always, self._own = ensemble, dict(always), dict(own)
+    def __init__(self, ensemble: Ensemble, always: Mapping[str, Any], own: Callable[[], Mapping[str, Any]]) -> None:
+        self._ensemble, self._always, self._own = ensemble, dict(always), own
 
     def save(self, path: Path, step: int | None, keep: int) -> None:
         """Write it to a new folder in `path`. Collective.
@@ -54,7 +55,7 @@ class Beside:
         found = folder.candidates(path)
         if step is not None:
             found = [one for one in found if one.name.endswith(f"-step-{step}")]
-        tensors = [t for t in self._own.values() if isinstance(t, Tensor)]
+        tensors = [t for t in self._own().values() if isinstance(t, Tensor)]
         with replicas_of(self._ensemble, None) as replicas:
             names = exchange(replicas, found[0].name if found else None, collective_device(tensors))
         if any(name != names[0] for name in names):
@@ -67,7 +68,7 @@ class Beside:
         return bool(found)
 
     def _entries(self, mid_round: bool) -> dict[str, Any]:
-        return {**self._always, **self._own} if mid_round else self._always
+        return {**self._always, **self._own()} if mid_round else self._always
 
 
 def trained_by(optimizers: Sequence[Optimizer], name: str, model: nn.Module) -> dict[str, Tensor]:

@@ -65,7 +65,7 @@ class Hosted:
         Args:
             optimizers: those that step together.
             model: as it is called in training, in DistributedDataParallel.
-            total_steps: optimizer steps of the loop, where the user did not say.
+            total_steps: optimizer steps of the loop, if known.
             log: called with the numbers of each round.
         """
         self.close()
@@ -77,12 +77,15 @@ class Hosted:
         def tell(record: RoundRecord) -> None:
             log({f"hdet/{name}": value for name, value in metrics(record).items()}, record)
 
-        options = {"total_steps": total_steps, **self._options}
+        def own() -> dict[str, Any]:
+            entries: dict[str, Any] = {f"optimizer.{number}": optimizer for number, optimizer in enumerate(inner)}
+            entries |= {f"also.{number}": follower for number, follower in enumerate(options.get("also", ()))}
+            return {**trained_by(inner, "model", model), **entries}
+
+        options = {**self._options, "total_steps": total_steps}
         options["on_round"] = [*options.get("on_round", ()), tell]
         self.ensemble = Ensemble(inner, given, model=model, **options)
-        own: dict[str, Any] = {f"optimizer.{number}": optimizer for number, optimizer in enumerate(inner)}
-        own |= {f"also.{number}": follower for number, follower in enumerate(options.get("also", ()))}
-        self._beside = Beside(self.ensemble, {"ensemble": self.ensemble}, {**trained_by(inner, "model", model), **own})
+        self._beside = Beside(self.ensemble, {"ensemble": self.ensemble}, own)
         return self.ensemble
 
     def finish(self) -> None:
@@ -144,11 +147,16 @@ class Hosted:
             if again:
                 self.enter()
 
-    def load(self, path: str | os.PathLike[str], step: int) -> None:
+    def load(self, path: str | os.PathLike[str], step: int, taken: int) -> None:
         """Go on from `save()`; where there is no such state, from the average and with a new controller. Collective.
 
         Call it when the host has loaded its checkpoint: on as many replicas as had saved it each gets its own weights
         and random numbers back, and goes on as if it had never stopped.
+
+        Args:
+            path: the folder.
+            step: as it was given to `save()`.
+            taken: optimizer steps that were taken, where there is no state that says.
         """
         assert self.ensemble is not None
         assert self._beside is not None
@@ -158,7 +166,7 @@ class Hosted:
                 "the checkpoint, with a new controller",
                 stacklevel=3,
             )
-            self.ensemble.start_from(step)
+            self.ensemble.start_from(taken)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -70,16 +70,23 @@ class HDETCallback(Callback):  # type: ignore[misc]
                 'gradients="local" cannot be had here: with manual optimization Lightning shares the gradients itself; '
                 "use automatic optimization, or leave gradients out"
             )
-        total_steps = self._hosted.total_steps or _total_steps(trainer, pl_module)
+        total_steps = self._hosted.total_steps
+        if total_steps is None:
+            total_steps = _total_steps(trainer, pl_module)
         self._hosted.start(trainer.optimizers, trainer.strategy.model, total_steps, log)
         self._overrides.restore()
         self._overrides.replace(trainer, "save_checkpoint", lambda call: self._saving(trainer, call))
         self._overrides.replace(trainer.strategy, "remove_checkpoint", lambda call: _removing(trainer, call))
         self._counted, self._losses = trainer.global_step, []
+        taken = trainer.global_step // len(trainer.optimizers)  # Lightning adds up those of all optimizers
         if trainer.ckpt_path is not None:
-            self._hosted.load(_beside(trainer.ckpt_path), trainer.global_step)
-        elif trainer.global_step > 0 and self.ensemble is not None:  # a second fit() with the same Trainer
-            self.ensemble.start_from(trainer.global_step // len(trainer.optimizers))
+            path = trainer.ckpt_path
+            path = (
+                os.path.realpath(path) if os.path.islink(path) else path
+            )  # as ModelCheckpoint(save_last="link") makes
+            self._hosted.load(_beside(path), trainer.global_step, taken)
+        elif taken > 0 and self.ensemble is not None:  # a second fit() with the same Trainer
+            self.ensemble.start_from(taken)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -90,12 +97,12 @@ class HDETCallback(Callback):  # type: ignore[misc]
         if not pl_module.automatic_optimization:  # whose steps the Trainer may not see
             self.ensemble.step(loss, attempted=self._hosted.local and stepped)
             return
+        divided_by = trainer.accumulate_grad_batches
         if loss is not None:
-            self._losses.append(loss * trainer.accumulate_grad_batches)  # which Lightning has divided it by
+            self._losses.append(loss if divided_by == 1 else loss * divided_by)
         if stepped:
             losses, self._losses = self._losses, []
-            mean = sum(losses[1:], losses[0]) / len(losses) if losses else None
-            self.ensemble.step(mean, attempted=self._hosted.local)
+            self.ensemble.step(_mean(losses), attempted=self._hosted.local)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
@@ -149,8 +156,14 @@ def _removing(trainer: Trainer, remove: Callable[..., None]) -> Callable[..., No
 
 
 def _beside(filepath: str | os.PathLike[str]) -> str:
-    """The folder beside a checkpoint; beside what it points to, if it is a link."""
-    return f"{os.path.realpath(filepath)}.hdet"
+    """The folder beside a checkpoint."""
+    return f"{os.fspath(filepath)}.hdet"
+
+
+def _mean(losses: list[Tensor]) -> Tensor | None:
+    if len(losses) < 2:
+        return losses[0] if losses else None
+    return sum(losses[1:], losses[0]) / len(losses)
 
 
 def _total_steps(trainer: Trainer, pl_module: LightningModule) -> int | None:

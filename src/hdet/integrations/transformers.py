@@ -76,8 +76,9 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]
                 "HDETCallback must be attached, to see this replica's losses; write HDETCallback(...).attach(trainer) "
                 "instead of callbacks=[HDETCallback(...)]"
             )
+        total_steps = state.max_steps if self._hosted.total_steps is None else self._hosted.total_steps
         self._hosted.start(
-            [trainer.optimizer], trainer.model_wrapped, state.max_steps, lambda numbers, record: trainer.log(numbers)
+            [trainer.optimizer], trainer.model_wrapped, total_steps, lambda numbers, record: trainer.log(numbers)
         )
         self._loss = _StepLoss()
         self._overrides.restore()
@@ -86,7 +87,7 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]
             self._overrides.replace(trainer, name, self._on_consensus)
         self._overrides.replace(trainer, "save_model", lambda call: self._saving(trainer, call))
         if self._resumed is not None:
-            self._hosted.load(os.path.join(self._resumed, _BESIDE), state.global_step)
+            self._hosted.load(os.path.join(self._resumed, _BESIDE), state.global_step, state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         assert self.ensemble is not None
