@@ -161,6 +161,17 @@ def test_ray_train():
     assert float(done.stdout.splitlines()[-1].removeprefix("held-out loss after 100 steps: ")) < 1
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["accelerate_digits", "lightning_digits", "transformers_text"])
+def test_integrations(name, tmp_path):
+    torchrun = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2"]
+    launch = [sys.executable] if name == "lightning_digits" else torchrun  # Lightning starts the others itself
+    done = call(*launch, f"examples/{name}.py", "--folder", tmp_path)
+    rounds, held_out = done.stdout.splitlines()[-2:]
+    assert int(rounds.removeprefix("rounds: ")) >= 20
+    assert float(held_out.removeprefix("held-out loss: ")) < 2.6  # guessing: 2.3, and 5.5 for text
+
+
 def test_the_overhead_benchmark():
     rows = [line.split("|") for line in call(sys.executable, "benchmarks/overhead.py", "--smoke").stdout.splitlines()]
     parts = {row[1].strip() for row in rows if len(row) > 3}

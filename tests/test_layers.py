@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import subprocess
 import sys
 
 import hdet
@@ -60,6 +61,7 @@ MAY_IMPORT = {
         "replicas", "rollback", "rounds", "score", "settings", "tensors", "values",
     },
     "checkpoint": {"arguments", "ensemble", "hooks", "replicas", "restore"},
+    "integrations": {"checkpoint", "ensemble", "hooks", "hyperparameters", "record", "replicas"},
     "one_cycle": {
         "agreement", "arguments", "assignment", "controllers", "deepspeed", "ensemble", "hooks", "hyperparameters",
         "no_effect", "outer_step", "range_test", "record", "rollback", "score",
@@ -95,12 +97,20 @@ def test_torch_is_the_only_dependency():
     for path in SOURCE.rglob("*.py"):
         if "lab" in path.relative_to(SOURCE).parts:
             continue
+        host = {path.stem} if path.parent.name == "integrations" else set()
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
             for name in names:
                 top = name.split(".")[0]
-                assert top in {"hdet", "torch", *sys.stdlib_module_names}, f"{path.name} imports {name}"
+                assert top in {"hdet", "torch", *host, *sys.stdlib_module_names}, f"{path.name} imports {name}"
+
+
+def test_importing_hdet_imports_no_host():
+    others = {"accelerate", "lightning", "pytorch_lightning", "transformers", "hdet.integrations", "matplotlib"}
+    script = f"import hdet, sys; print(*({others!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=True)
+    assert done.stdout.split() == []
 
 
 def test_everything_public_is_in_the_index():

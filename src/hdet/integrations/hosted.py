@@ -1,0 +1,179 @@
+"""What the callbacks share: an ensemble in a loop that belongs to another library."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hdet.ensemble import Ensemble
+from hdet.hooks import unwrap
+from hdet.hyperparameters.hyperparameter import Hyperparameter
+from hdet.integrations.beside import Beside, trained_by
+from hdet.record import RoundRecord, metrics
+
+Hyperparameters = Sequence[Hyperparameter | Sequence[Hyperparameter]]
+Given = Hyperparameters | Callable[[Any], Hyperparameters] | None
+_OURS = ("self", "optimizer", "hyperparameters", "model", "start_step")
+
+
+class Hosted:
+    """An ensemble that is made when the optimizers exist, and ends with the loop.
+
+    Args:
+        hyperparameters: what to explore, or a function that is given the optimizer (a list, if there are several) and
+            returns it; by default one joint learning rate.
+        options: the other arguments of `hdet.Ensemble`.
+
+    Attributes:
+        ensemble: the ensemble, from the start of the loop on.
+    """
+
+    def __init__(self, hyperparameters: Given, options: Mapping[str, Any]) -> None:
+        _check_options(options)
+        self.ensemble: Ensemble | None = None
+        self._hyperparameters, self._options = hyperparameters, dict(options)
+        self._beside: Beside | None = None
+        self._average: AbstractContextManager[None] | None = None
+
+    @property
+    def local(self) -> bool:
+        """Whether replicas keep their gradients to themselves."""
+        return bool(self._options.get("gradients") == "local")
+
+    @property
+    def total_steps(self) -> int | None:
+        """What the user said."""
+        steps: int | None = self._options.get("total_steps")
+        return steps
+
+    def start(
+        self,
+        optimizers: Sequence[Any],
+        model: nn.Module,
+        total_steps: int | None,
+        log: Callable[[dict[str, float], RoundRecord], object],
+    ) -> Ensemble:
+        """Make the ensemble; a loop before this one has ended. All replicas, before the first step.
+
+        Args:
+            optimizers: those that step together.
+            model: as it is called in training, in DistributedDataParallel.
+            total_steps: optimizer steps of the loop, if known.
+            log: called with the numbers of each round.
+        """
+        self.close()
+        inner = [unwrap(optimizer) for optimizer in optimizers]
+        given = self._hyperparameters
+        if callable(given):
+            given = given(inner[0] if len(inner) == 1 else inner)
+
+        def tell(record: RoundRecord) -> None:
+            log({f"hdet/{name}": value for name, value in metrics(record).items()}, record)
+
+        def own() -> dict[str, Any]:
+            entries: dict[str, Any] = {f"optimizer.{number}": optimizer for number, optimizer in enumerate(inner)}
+            entries |= {f"also.{number}": follower for number, follower in enumerate(options.get("also", ()))}
+            return {**trained_by(inner, "model", model), **entries}
+
+        options = {**self._options, "total_steps": total_steps}
+        options["on_round"] = [*options.get("on_round", ()), tell]
+        self.ensemble = Ensemble(inner, given, model=model, **options)
+        self._beside = Beside(self.ensemble, {"ensemble": self.ensemble}, own)
+        return self.ensemble
+
+    def finish(self) -> None:
+        """The loop is over: average the replicas. Collective."""
+        self.leave()
+        if self.ensemble is not None and not self.ensemble.closed:
+            self.ensemble.finish()
+
+    def close(self) -> None:
+        """Remove every hook. Not collective."""
+        self.leave()
+        if self.ensemble is not None and not self.ensemble.closed:
+            self.ensemble.close()
+
+    # The consensus
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Within it the model is the average of the replicas; as it is, where no loop is under way. Collective."""
+        entered = self.enter()
+        try:
+            yield
+        finally:
+            if entered:
+                self.leave()
+
+    def enter(self) -> bool:
+        """Swap the average in; False if that is done already, or there is nothing to average."""
+        if self._average is not None or self.ensemble is None or self.ensemble.closed:
+            return False
+        average = self.ensemble.consensus()
+        average.__enter__()
+        self._average = average
+        return True
+
+    def leave(self) -> bool:
+        """Give this replica its own weights back; False if it has them. Not collective."""
+        average, self._average = self._average, None
+        if average is None:
+            return False
+        average.__exit__(None, None, None)
+        return True
+
+    # Checkpoints
+
+    def save(self, path: str | os.PathLike[str], step: int) -> None:
+        """Write what the replicas need to go on exactly to a folder beside a checkpoint. Collective.
+
+        Args:
+            path: the folder.
+            step: how the host counts its steps: what tells this state from one that was saved there before.
+        """
+        if self._beside is None or self.ensemble is None or self.ensemble.closed:
+            return
+        again = self.leave()
+        try:
+            self._beside.save(Path(path), step, keep=2)
+        finally:
+            if again:
+                self.enter()
+
+    def load(self, path: str | os.PathLike[str], step: int, taken: int) -> None:
+        """Go on from `save()`; where there is no such state, from the average and with a new controller. Collective.
+
+        Call it when the host has loaded its checkpoint: on as many replicas as had saved it each gets its own weights
+        and random numbers back, and goes on as if it had never stopped.
+
+        Args:
+            path: the folder.
+            step: as it was given to `save()`.
+            taken: optimizer steps that were taken, where there is no state that says.
+        """
+        assert self.ensemble is not None
+        assert self._beside is not None
+        if not self._beside.load(Path(path), step):
+            warnings.warn(
+                f"there is no state of an ensemble at step {step} in {path}: the replicas go on from the weights in "
+                "the checkpoint, with a new controller",
+                stacklevel=3,
+            )
+            self.ensemble.start_from(taken)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise for what `hdet.Ensemble` does not take, when the callback is made and not when training starts."""
+    known = [name for name in inspect.signature(Ensemble.__init__).parameters if name not in _OURS]
+    for name in options:
+        if name in _OURS:
+            raise TypeError(f"{name} is given by the trainer; leave it out")
+        if name not in known:
+            raise TypeError(f"{name!r} is no argument of hdet.Ensemble, which takes {', '.join(known)}")

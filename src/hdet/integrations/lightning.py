@@ -1,0 +1,186 @@
+"""HDET in a Lightning Trainer: `Trainer(strategy="ddp", callbacks=[HDETCallback(interval=50)])`."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor
+
+from hdet.ensemble import Ensemble
+from hdet.integrations.hosted import Given, Hosted
+from hdet.integrations.overrides import Overrides
+from hdet.record import RoundRecord
+
+
+class HDETCallback(Callback):  # type: ignore[misc]
+    """Makes an `hdet.Ensemble` of the Trainer's optimizers and steps it.
+
+    Works with DDP, on any device, and with automatic and manual optimization. Losses are those that `training_step`
+    returns, averaged over accumulated batches. Validation runs on the consensus. Every checkpoint holds the consensus;
+    beside it, in a folder with `.hdet` behind its name, lies what each replica needs to go on exactly. The numbers of
+    each round go to the Trainer's loggers.
+
+    Args:
+        hyperparameters: what to explore, or a function that is given the optimizer (the list of them, if there are
+            several) and returns it; by default one joint learning rate.
+        **options: as in `hdet.Ensemble`, apart from the model. `total_steps` is the Trainer's by default; manual
+            optimization must say.
+
+    Raises:
+        TypeError: for an option that `hdet.Ensemble` does not have.
+        ValueError: when fitting starts, for a strategy under which replicas cannot hold different weights.
+
+    Example::
+
+        explored = lambda optimizer: [hdet.learning_rate(optimizer, spread=0.2)]
+        callback = HDETCallback(explored, interval=50, controller=hdet.Softmax(temperature=0.1))
+        trainer = Trainer(strategy="ddp", devices=2, callbacks=[callback, ModelCheckpoint(...)])
+    """
+
+    def __init__(self, hyperparameters: Given = None, **options: Any) -> None:
+        self._hosted = Hosted(hyperparameters, options)
+        self._overrides = Overrides()
+        self._losses: list[Tensor] = []
+        self._counted = 0  # the Trainer's optimizer steps that the ensemble knows of
+
+    @property
+    def ensemble(self) -> Ensemble | None:
+        """The ensemble, from the start of fitting on."""
+        return self._hosted.ensemble
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            _check_strategy(trainer.strategy)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Not earlier: asking for the number of steps makes the loaders, whose state Lightning would then not restore.
+        def log(numbers: dict[str, float], record: RoundRecord) -> None:
+            for logger in trainer.loggers:  # which write on the first replica only
+                logger.log_metrics(numbers, step=record.step)
+
+        if self._hosted.local and not pl_module.automatic_optimization:
+            raise ValueError(
+                'gradients="local" cannot be had here: with manual optimization Lightning shares the gradients itself; '
+                "use automatic optimization, or leave gradients out"
+            )
+        total_steps = self._hosted.total_steps
+        if total_steps is None:
+            total_steps = _total_steps(trainer, pl_module)
+        self._hosted.start(trainer.optimizers, trainer.strategy.model, total_steps, log)
+        self._overrides.restore()
+        self._overrides.replace(trainer, "save_checkpoint", lambda call: self._saving(trainer, call))
+        self._overrides.replace(trainer.strategy, "remove_checkpoint", lambda call: _removing(trainer, call))
+        self._counted, self._losses = trainer.global_step, []
+        taken = trainer.global_step // len(trainer.optimizers)  # Lightning adds up those of all optimizers
+        if trainer.ckpt_path is not None:
+            path = trainer.ckpt_path
+            path = (
+                os.path.realpath(path) if os.path.islink(path) else path
+            )  # as ModelCheckpoint(save_last="link") makes
+            self._hosted.load(_beside(path), trainer.global_step, taken)
+        elif taken > 0 and self.ensemble is not None:  # a second fit() with the same Trainer
+            self.ensemble.start_from(taken)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        stepped, self._counted = trainer.global_step != self._counted, trainer.global_step
+        assert self.ensemble is not None
+        if not pl_module.automatic_optimization:  # whose steps the Trainer may not see
+            self.ensemble.step(loss, attempted=self._hosted.local and stepped)
+            return
+        divided_by = trainer.accumulate_grad_batches
+        if loss is not None:
+            self._losses.append(loss if divided_by == 1 else loss * divided_by)
+        if stepped:
+            losses, self._losses = self._losses, []
+            self.ensemble.step(_mean(losses), attempted=self._hosted.local)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._hosted.enter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._hosted.leave()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._hosted.finish()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()  # not every replica need be here: nothing may be averaged any more
+
+    def _close(self) -> None:
+        self._overrides.restore()
+        self._hosted.close()
+
+    def _saving(self, trainer: Trainer, save: Callable[..., None]) -> Callable[..., None]:
+        """`trainer.save_checkpoint` on the consensus, with the replicas' own state beside it."""
+
+        def save_checkpoint(
+            filepath: str | os.PathLike[str], weights_only: bool | None = None, storage_options: Any = None
+        ) -> None:
+            if trainer.global_step != self._counted:
+                raise RuntimeError(
+                    "a checkpoint is saved before HDETCallback has seen the last step, so it could not be resumed; put "
+                    "HDETCallback first in Trainer(callbacks=[...])"
+                )
+            if not weights_only and "://" not in str(filepath):
+                self._hosted.save(_beside(filepath), trainer.global_step)
+            with self._hosted.consensus():
+                save(filepath, weights_only, storage_options)
+
+        return save_checkpoint
+
+
+def _removing(trainer: Trainer, remove: Callable[..., None]) -> Callable[..., None]:
+    """`strategy.remove_checkpoint`, of what lies beside it too."""
+
+    def remove_checkpoint(filepath: str | os.PathLike[str]) -> None:
+        beside = _beside(filepath)
+        remove(filepath)
+        if trainer.is_global_zero:
+            shutil.rmtree(beside, ignore_errors=True)
+
+    return remove_checkpoint
+
+
+def _beside(filepath: str | os.PathLike[str]) -> str:
+    """The folder beside a checkpoint."""
+    return f"{os.fspath(filepath)}.hdet"
+
+
+def _mean(losses: list[Tensor]) -> Tensor | None:
+    if len(losses) < 2:
+        return losses[0] if losses else None
+    return sum(losses[1:], losses[0]) / len(losses)
+
+
+def _total_steps(trainer: Trainer, pl_module: LightningModule) -> int | None:
+    if not pl_module.automatic_optimization:
+        raise ValueError(
+            "total_steps must be given with manual optimization, where the Trainer does not know how often you call "
+            "optimizer.step(); write for example HDETCallback(total_steps=10_000)"
+        )
+    steps = trainer.estimated_stepping_batches
+    return int(steps) if 0 < steps < math.inf else None
+
+
+def _check_strategy(strategy: Any) -> None:
+    names = {c.__name__ for c in type(strategy).__mro__}
+    works = isinstance(strategy, (DDPStrategy, SingleDeviceStrategy))
+    if not works or names & {"DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy"}:
+        raise ValueError(
+            f"strategy must be DDP, in which every replica holds a whole model, got {type(strategy).__name__}; write "
+            'Trainer(strategy="ddp")'
+        )

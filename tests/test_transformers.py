@@ -1,0 +1,201 @@
+"""The callback in a real transformers Trainer with two processes, beside a plain loop: all in one launch, as importing
+transformers takes long. The replicas have different numbers of tokens."""
+
+import pathlib
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from hosts import (
+    OPTIONS,
+    SAVED,
+    STEPS,
+    Told,
+    as_under_torchrun,
+    check_same,
+    example,
+    explored,
+    follow_guide,
+    make_schedule,
+    weights,
+)
+from processes import run
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hdet
+
+SAMPLES, LENGTH, ACCUMULATION = 3, 7, 2  # per micro-batch
+
+
+def make_sample(number):
+    """A sentence of which only the last few tokens are predicted: on the second replica fewer than on the first."""
+    tokens = torch.randint(0, 32, (LENGTH,), generator=torch.Generator().manual_seed(number))
+    given = number % 3 + 3 * (number // SAMPLES % 2)
+    labels = torch.where(torch.arange(LENGTH) < given, -100, tokens)
+    return {"input_ids": tokens, "labels": labels}
+
+
+def make_language_model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=LENGTH, use_cache=False, **sizes))
+
+
+def make_optimizer(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def summed_loss(model, samples):
+    """The sum over what is predicted, and the number of it."""
+    labels = torch.stack([sample["labels"] for sample in samples])[:, 1:]
+    logits = model(input_ids=torch.stack([sample["input_ids"] for sample in samples])).logits[:, :-1]
+    loss = nn.functional.cross_entropy(logits.reshape(-1, 32), labels.reshape(-1), reduction="sum")
+    return loss, labels.ne(-100).sum()
+
+
+def held_out(model):
+    model.eval()
+    with torch.no_grad():
+        loss, tokens = summed_loss(model, [make_sample(number) for number in range(1000, 1008)])
+    model.train()
+    return float(loss / tokens)
+
+
+def plain_loop():
+    """What the Trainer trains on, in a loop: the loss per token of all replicas; each is judged by that of its own."""
+    model = make_language_model()
+    ddp = DistributedDataParallel(model)
+    optimizer = make_optimizer(model)
+    scheduler = make_schedule(optimizer)
+    told = Told()
+    ensemble = hdet.Ensemble(
+        optimizer, explored(optimizer), total_steps=STEPS, model=ddp, on_round=[told], **OPTIONS
+    )  # fmt: skip
+    for step in range(STEPS):
+        parts = [2 * (step * ACCUMULATION + micro) + dist.get_rank() for micro in range(ACCUMULATION)]
+        batches = [[make_sample(SAMPLES * part + k) for k in range(SAMPLES)] for part in parts]
+        of_all = torch.tensor([sum(int(s["labels"][1:].ne(-100).sum()) for b in batches for s in b)])
+        dist.all_reduce(of_all)
+        total, tokens = 0.0, 0
+        for micro, samples in enumerate(batches):
+            ddp.require_backward_grad_sync = micro == ACCUMULATION - 1
+            loss, number = summed_loss(ddp, samples)
+            (loss * 2 / of_all).sum().backward()
+            total, tokens = total + loss.detach(), tokens + number
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        ensemble.step(total / tokens)
+        if step + 1 == SAVED:
+            with ensemble.consensus():
+                average, judged = weights(model), held_out(model)
+    ensemble.close()
+    return told.rounds, weights(model), average, judged
+
+
+def train(folder, resume=None, attach=True, options=None, **arguments):
+    from torch.utils.data import SequentialSampler
+    from transformers import Trainer, TrainingArguments
+
+    from hdet.integrations.transformers import HDETCallback
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, dataset=None):
+            return SequentialSampler(self.train_dataset)
+
+    model, told = make_language_model(), Told()
+    optimizer = make_optimizer(model)
+    samples = [make_sample(number) for number in range(SAMPLES * 2 * ACCUMULATION * STEPS)]
+    arguments = {
+        "save_strategy": "steps",
+        "save_steps": SAVED,
+        "eval_strategy": "steps",
+        "eval_steps": SAVED,
+    } | arguments
+    args = TrainingArguments(
+        folder, per_device_train_batch_size=SAMPLES, gradient_accumulation_steps=ACCUMULATION, num_train_epochs=1,
+        per_device_eval_batch_size=4, max_grad_norm=0.0, use_cpu=True, ddp_backend="gloo", report_to=[],
+        disable_tqdm=True, logging_steps=3, dataloader_pin_memory=False, **arguments,
+    )  # fmt: skip
+    trainer = InOrder(
+        model=model, args=args, train_dataset=samples, eval_dataset=[make_sample(n) for n in range(1000, 1008)],
+        optimizers=(optimizer, make_schedule(optimizer)),
+    )  # fmt: skip
+    callback = HDETCallback(explored, on_round=[told], **OPTIONS, **(options or {}))
+    if attach:
+        callback.attach(trainer)
+    else:
+        trainer.add_callback(callback)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, told, weights(trainer.model)
+
+
+def compare(folder):
+    from safetensors.torch import load_file
+
+    rounds, ours, average, loss = plain_loop()
+    trainer, told, whole = train(folder)
+    check_same(told.rounds, rounds)
+    check_same(whole, ours)
+    saved = load_file(pathlib.Path(folder, f"checkpoint-{SAVED}", "model.safetensors"))
+    check_same(saved, {name: average[name] for name in saved})
+    assert "model.embed_tokens.weight" in saved
+    logs = trainer.state.log_history
+    check_same({row["step"]: row["eval_loss"] for row in logs if "eval_loss" in row}[SAVED], loss)
+    assert [row["step"] for row in logs if "hdet/learning_rate/center" in row] == [4, 8, STEPS]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(pathlib.Path(folder, f"checkpoint-{STEPS}"))  # as if it had been stopped
+    dist.barrier()
+    _, again, ended = train(folder, resume=True, save_strategy="no")
+    assert all(torch.equal(ended[name], whole[name]) for name in whole)
+    assert again.rounds == told.rounds[1:]
+
+
+def load_the_best(folder):
+    """In mid-round at every evaluation but the last."""
+    from safetensors.torch import load_file
+
+    trainer, _, ended = train(folder, save_steps=3, eval_steps=3, load_best_model_at_end=True, save_total_limit=1)
+    best = pathlib.Path(trainer.state.best_model_checkpoint)
+    saved = load_file(best / "model.safetensors")
+    check_same({name: ended[name] for name in saved}, saved)
+    assert len(list((best / "hdet").iterdir())) == 1
+    return [p.sum().item() for p in trainer.model.parameters()]
+
+
+def follow(folder):
+    model, samples = make_language_model(), [make_sample(number) for number in range(80)]
+    names = follow_guide("transformers", folder, model=model, train_set=samples, held_out=samples[:8])
+    assert names["trainer"].state.global_step == 20
+    assert any("hdet/loss/replica_1" in row for row in names["trainer"].state.log_history)
+    return [p.sum().item() for p in model.parameters()]
+
+
+def refuse(folder):
+    from hdet.integrations.transformers import HDETCallback
+
+    with pytest.raises(RuntimeError, match="HDETCallback must be attached, to see this replica's losses; write"):
+        train(folder, attach=False)
+    with pytest.raises(TypeError, match="'steps' is no argument"):
+        HDETCallback(steps=3)
+
+
+def transformers(folder):
+    as_under_torchrun()
+    compare(f"{folder}/compared")
+    equal = [load_the_best(f"{folder}/best"), follow(f"{folder}/guide")]
+    refuse(f"{folder}/refused")
+    return equal, example("transformers_text.py", "--steps", "12", "--folder", f"{folder}/example")
+
+
+def test_as_in_a_plain_loop_and_the_example(tmp_path):
+    (first, said), (second, _) = run(transformers, 2, str(tmp_path), timeout=230)
+    assert first == second
+    rounds, held_out = said.splitlines()[-2:]
+    assert rounds == "rounds: 12"
+    assert float(held_out.removeprefix("held-out loss: ")) < 5  # guessing: 5.5
