@@ -1,12 +1,17 @@
 """The demo and the benchmark run, small, as a user would start them."""
 
+import io
 import os
 import pathlib
+import runpy
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
+import torch.distributed as dist
+from processes import run
 
 ROOT = pathlib.Path(__file__).parent.parent
 BIN = pathlib.Path(sys.executable).parent
@@ -31,17 +36,34 @@ def test_digits():
     assert "Warning" not in done.stderr
 
 
+def as_script(name, arguments, port):
+    """An example as one of torchrun's processes has it, in a process that has imported torch: stdout and stderr."""
+    rank, size = os.environ["HDET_TEST_RANK"], os.environ["HDET_TEST_SIZE"]
+    os.environ.update(RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    sys.argv = [name, *arguments]
+    with redirect_stdout(io.StringIO()) as said, redirect_stderr(io.StringIO()) as errors:
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    return said.getvalue(), errors.getvalue()
+
+
+def start(name, replicas, *arguments):
+    """What the first replica of an example says."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun serves it, not a replica
+    return run(as_script, replicas, name, arguments, store.port, initialise=False)[0]
+
+
 def test_digits_with_one_replica():
-    done = call(sys.executable, "examples/digits.py", "--steps", "5")
-    assert "one replica only" in done.stderr
+    _, errors = start("digits.py", 1, "--steps", "5")
+    assert "one replica only" in errors
 
 
 def test_find_lr():
-    done = call(BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "examples/find_lr.py")
-    found, held_out = done.stdout.splitlines()
+    said, errors = start("find_lr.py", 2)
+    found, held_out = said.splitlines()
     assert 1e-4 < float(found.removeprefix("learning rate ").partition(",")[0]) < 1
     assert float(held_out.rpartition(" ")[2]) < 1  # guessing: 2.3
-    assert "Warning" not in done.stderr
+    assert "Warning" not in errors
 
 
 def elastic(folder, replicas, *options):

@@ -199,11 +199,10 @@ def test_missing_data_are_one_line_before_anything_starts(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("how", [[], ["--in-process"]])
-def test_a_warning_is_its_text_once(tmp_path, how):
+def test_a_warning_is_its_text_once(tmp_path, how, capfd):
     words = ["train", "digits", "--size", "smoke", "--steps", "4", "--warmup-steps", "100", "--folder"]
-    ran = run(*HDET, *words, tmp_path / "run", *how)
-    assert ran.returncode == 0
-    errors = ran.stderr
+    assert cli.main([*words, str(tmp_path / "run"), *how]) == 0
+    errors = capfd.readouterr().err
     assert errors.count("Softmax never acts") == 1
     assert re.search(r"^hdet: warning: Softmax never acts: [^/]*$", errors, re.MULTILINE)
     assert "UserWarning" not in errors
