@@ -6,38 +6,71 @@ that before the tests. Without either the tests fail and say what to do: a page 
 
 import contextlib
 import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 from playwright.sync_api import sync_playwright
 
+SECONDS = 300  # for each way to install one
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 
 def find_browser(playwright):
     """The path of a browser; installs one if there is none."""
     own = playwright.chromium.executable_path
-    found = os.environ.get("HDET_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
-    if found or os.path.exists(own):
-        return found or own
-    sudo = [] if os.geteuid() == 0 else ["sudo", "-n"]
-    for command in (
-        [*sudo, "apt-get", "install", "-y", "-qq", "chromium"],
-        [*sudo, "apt-get", "update", "-qq"],
-        [*sudo, "apt-get", "install", "-y", "-qq", "chromium"],
-        [sys.executable, "-m", "playwright", "install", "chromium"],
-    ):
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(command, check=True, capture_output=True, timeout=400)
-        found = next(filter(None, map(shutil.which, NAMES)), None) or (own if os.path.exists(own) else None)
+    found = os.environ.get("HDET_BROWSER") or _look(own)
+    failed = []
+    for command in [] if found else install_commands():
+        failed.append(f"{shlex.join(command)}: {_run(command)}")
+        found = _look(own)
         if found:
-            return found
-    raise RuntimeError(
-        "the tests of the page need Chromium or Chrome, and it could be neither found nor installed; write "
-        "`apt-get install chromium` or `playwright install chromium`, or set HDET_BROWSER to the path of one"
-    )
+            break
+    if not found:
+        raise RuntimeError(
+            "the tests of the page need Chromium or Chrome, and it could be neither found nor installed; write "
+            "`apt-get install chromium` or `playwright install chromium`, or set HDET_BROWSER to the path of one. "
+            f"Tried: {'; '.join(failed)}"
+        )
+    return found
+
+
+def install_commands():
+    """What may bring a browser, one after the other."""
+    apt = [*([] if os.geteuid() == 0 else ["sudo", "-n"]), "apt-get", "-qq", "-o", "DPkg::Lock::Timeout=60"]
+    apt += ["-o", "Acquire::Retries=1", "-o", "Acquire::http::Timeout=20"]
+    install = [*apt, "install", "-y", "chromium"]
+    return [install, [*apt, "update"], install, [sys.executable, "-m", "playwright", "install", "chromium"]]
+
+
+def _look(own):
+    """Where a browser is: on the path, or where playwright puts its own."""
+    return next(filter(None, map(shutil.which, NAMES)), None) or (own if os.path.exists(own) else None)
+
+
+def _run(command):
+    """How a command ended, in a few words. It is asked nothing, and killed with all that it has started in time."""
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    with tempfile.TemporaryFile() as said:
+        try:
+            child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, start_new_session=True
+            )
+        except OSError as error:
+            return str(error)
+        try:
+            code = child.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            return f"not done in {SECONDS} s"
+        said.seek(0)
+        lines = said.read().decode(errors="replace").strip().splitlines()
+    return f"ended with {code}{f', {lines[-1][:200]!r}' if lines else ''}"
 
 
 @contextlib.contextmanager

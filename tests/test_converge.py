@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from cases import drawn
 from processes import run
 from torch import nn, optim
 
@@ -14,11 +15,7 @@ from hdet.replicas import Replicas
 
 def kinds(rank):
     """One tensor of each kind, different on every rank."""
-    g = torch.Generator().manual_seed(100 + rank)
-
-    def draw(*shape, dtype=torch.float32):
-        return torch.randn(shape, generator=g, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
-
+    draw = drawn(100 + rank)
     return {
         "float32": draw(3, 4),
         "float64": draw(5, dtype=torch.float64),

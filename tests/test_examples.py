@@ -1,6 +1,5 @@
 """The demo and the benchmark run, small, as a user would start them."""
 
-import contextlib
 import io
 import json
 import os
@@ -11,8 +10,10 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
+import torch.distributed as dist
 from processes import run
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -46,24 +47,39 @@ def test_digits():
     assert "Warning" not in done.stderr
 
 
+def as_script(name, arguments, port):
+    """An example as one of torchrun's processes has it, in a process that has imported torch: stdout and stderr."""
+    rank, size = os.environ["HDET_TEST_RANK"], os.environ["HDET_TEST_SIZE"]
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    sys.argv = [name, *arguments]
+    with redirect_stdout(io.StringIO()) as said, redirect_stderr(io.StringIO()) as errors:
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    return said.getvalue(), errors.getvalue()
+
+
+def start(name, replicas, *arguments):
+    """What each replica of an example says."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun serves it, not a replica
+    return run(as_script, replicas, name, arguments, store.port, initialise=False)
+
+
 def test_digits_with_one_replica():
-    done = call(sys.executable, "examples/digits.py", "--steps", "5")
-    assert "one replica only" in done.stderr
+    ((_, errors),) = start("digits.py", 1, "--steps", "5")
+    assert "one replica only" in errors
 
 
 def test_find_lr():
-    done = call(BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "examples/find_lr.py")
-    found, held_out = done.stdout.splitlines()
+    (said, errors), _ = start("find_lr.py", 2)
+    found, held_out = said.splitlines()
     assert 1e-4 < float(found.removeprefix("learning rate ").partition(",")[0]) < 1
     assert float(held_out.rpartition(" ")[2]) < 1  # guessing: 2.3
-    assert "Warning" not in done.stderr
+    assert "Warning" not in errors
 
 
 @pytest.mark.parametrize("gradients", ["shared", "local"])
 def test_fsdp2(gradients):
-    torchrun = BIN / "torchrun", "--standalone", "--nproc-per-node", "4"
-    done = call(*torchrun, "examples/fsdp2.py", "--steps", "40", "--gradients", gradients)
-    lines = sorted(done.stdout.splitlines())
+    lines = [said.splitlines()[0] for said, _ in start("fsdp2.py", 4, "--steps", "40", "--gradients", gradients)]
     assert [line.partition(",")[0] for line in lines] == [f"rank {r}: replica {r // 2}" for r in range(4)]
     assert all("64 of 128 rows" in line for line in lines)
     losses = {line.rpartition(" ")[2] for line in lines}
@@ -97,26 +113,16 @@ def test_elastic_ends_as_if_nothing_had_happened(tmp_path):
     assert "was saved by 2 replicas and is loaded by 3" in others.stderr
 
 
-def in_processes(example, port):
-    """An example as torchrun would start it, in a process that has imported torch already."""
-    os.environ.update(
-        RANK=os.environ["HDET_TEST_RANK"], LOCAL_RANK=os.environ["HDET_TEST_RANK"], MASTER_ADDR="localhost",
-        WORLD_SIZE=os.environ["HDET_TEST_SIZE"], MASTER_PORT=str(port),
-    )  # fmt: skip
-    with contextlib.redirect_stdout(io.StringIO()) as shown:
-        runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
-    return shown.getvalue().splitlines()
-
-
 def test_plain_ddp():
-    first, second = run(in_processes, 2, "ddp.py", free_port(), initialise=False)
-    halfway, end = map(float, re.fullmatch(r"held-out loss: (\S+) halfway, (\S+) at the end", first[-1]).groups())
+    (first, _), (second, _) = start("ddp.py", 2)
+    last = first.splitlines()[-1]
+    halfway, end = map(float, re.fullmatch(r"held-out loss: (\S+) halfway, (\S+) at the end", last).groups())
     assert end < halfway < 1  # guessing: 2.3
-    assert second == []
+    assert second == ""
 
 
 def test_the_drop_in():
-    first, second = run(in_processes, 2, "drop_in.py", free_port(), initialise=False)
+    first, second = (said.splitlines() for said, _ in start("drop_in.py", 2))
     rates = [
         re.fullmatch(r"replica \d trains at (\S+), the schedule says (\S+)", shown[0]) for shown in (first, second)
     ]
@@ -127,7 +133,7 @@ def test_the_drop_in():
 def test_the_notebook():
     cells = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())["cells"]
     names = {}
-    with contextlib.redirect_stdout(io.StringIO()) as shown:
+    with redirect_stdout(io.StringIO()) as shown:
         for cell in cells:
             if cell["cell_type"] == "code":
                 exec("".join(cell["source"]), names)

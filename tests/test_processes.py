@@ -33,6 +33,6 @@ def test_it_returns_by_rank():
 def test_misbehaving_replicas_are_shown(how, expected):
     started = time.monotonic()
     with pytest.raises(ReplicaError) as caught:
-        run(misbehave, 2, how, timeout=12)
+        run(misbehave, 2, how, timeout=6)
     assert all(text in str(caught.value) for text in expected)
     assert time.monotonic() - started < 40

@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 from importlib import resources
+from types import SimpleNamespace
 
+import browser as browsers
 import pytest
 from browser import Page, open_browser
 from made_up_runs import make_records, write_run
@@ -366,6 +368,24 @@ def test_the_report_of_a_killed_run_says_that_it_is_cut_off(browser, tmp_path, c
 def test_the_fan_is_labelled_with_what_it_shows():
     assert pictures._quantity("learning_rate/dense") == "learning rate"
     assert pictures._quantity("weight_decay") == "weight decay"
+
+
+def test_a_browser_is_installed_where_there_is_none_or_said_to_be_missing(tmp_path, monkeypatch):
+    monkeypatch.delenv("HDET_BROWSER", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(browsers, "SECONDS", 0.5)
+    sh = ["/bin/sh", "-c"]
+    ways = [[*sh, "echo not permitted >&2; exit 100"], [*sh, "/bin/sleep 600 & /bin/sleep 600"], ["no-such-installer"]]
+    monkeypatch.setattr(browsers, "install_commands", lambda: ways)
+    nowhere = SimpleNamespace(chromium=SimpleNamespace(executable_path=str(tmp_path / "own")))
+    with pytest.raises(RuntimeError, match="neither found nor installed") as error:
+        browsers.find_browser(nowhere)
+    for said in ("exit 100': ended with 100, 'not permitted'", "not done in 0.5 s", "No such file", "HDET_BROWSER"):
+        assert said in str(error.value)
+    ways.append([*sh, f"echo > {tmp_path}/chromium; /bin/chmod +x {tmp_path}/chromium"])
+    assert browsers.find_browser(nowhere) == str(tmp_path / "chromium")
+    monkeypatch.setattr(browsers, "install_commands", lambda: pytest.fail("there is one"))
+    assert browsers.find_browser(nowhere) == str(tmp_path / "chromium")
 
 
 def test_pictures(tmp_path):
