@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import Auto, Ensemble, FoundRate, RoundRecord, data_parallel, describe, find_replicas, load, save
+from hdet import Auto, Ensemble, FoundRate, Nesterov, RoundRecord, data_parallel, describe, find_replicas, load, save
 from hdet.lab.finder import find
 from hdet.lab.folder import RunFolder, plain
 from hdet.lab.options import RunOptions
 from hdet.lab.progress import Progress
-from hdet.lab.setup import charged_steps, device, make_ensemble, make_smoothing
+from hdet.lab.setup import charged_steps, device, make_ensemble, make_outer_step, make_smoothing
 from hdet.lab.tasks import Task
 
 _LINES_PER_RUN = 200
@@ -114,8 +114,10 @@ def _find(options: RunOptions, task: Task, model: nn.Module, optimizer: Optimize
     """The rate that `Auto` looks for before a long run; None in other runs."""
     if options.controller != "auto" or not Auto().plan(list(options.explored()), task.steps).finds:
         return None
-    outer_step = Auto().outer_step if options.outer_step is None else options.outer_step
-    return find(options, task, model, optimizer, outer_step)
+    outer = make_outer_step(options)
+    if isinstance(outer, Nesterov):
+        outer = min(outer.lr / (1 - outer.momentum), 1.0)
+    return find(options, task, model, optimizer, Auto().outer_step if outer is None else outer)
 
 
 def _settings(options: RunOptions, task: Task, steps: int, peak_lr: float) -> dict[str, Any]:
