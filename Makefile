@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 BROWSER := .venv/.browser
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint types pytest soak bench evidence clean
+.PHONY: demo test lint types pytest docs soak bench evidence clean
 
 demo: $(INSTALLED)
 	$(BIN)/hdet demo
@@ -22,9 +22,15 @@ types: $(INSTALLED)
 pytest: $(BROWSER)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# What takes long, and trackers that take minutes to install.
+# The site, into site/; a test of `make test` builds it too.
+docs: $(INSTALLED)
+	$(BIN)/python docs/build.py
+
+# What takes long, and packages that take minutes to install. DeepSpeed builds itself with the torch that is there.
 soak: $(BROWSER)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[soak]'
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		--no-build-isolation deepspeed
 	$(BIN)/python -m pytest -m soak --timeout 3600
 
 bench: $(INSTALLED)

@@ -61,7 +61,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, stop, opti
     differ = stop % 4 > 0 and options.get("spread") != 0
     assert run(save_and_resume, 2, str(tmp_path), stop, options) == [differ] * 2
     files = names(tmp_path / f"000001-step-{stop}")
-    common = not differ or "outer_step" in options  # where a round began is the same for all
+    common = not differ or "outer_step" in options  # all of it, or where the round began, which is the same on all
     assert files == ["checkpoint.json", "replica-0.pt", "replica-1.pt"] + ["shared.pt"] * common
 
 

@@ -137,3 +137,28 @@ def test_the_code_about_safety_runs():
     first, second = run(follow_safety, 2)
     assert first == second
     assert first[0] == 23
+
+
+def follow_machines():
+    torch.manual_seed(0)
+    model = hdet.data_parallel(nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    names = {"model": model, "optimizer": optimizer, "total_steps": 450}
+    for block in blocks("machines.md"):
+        exec(block, names)
+    ensemble, rank, met = names["ensemble"], hdet.find_replicas().rank, []
+    for step in range(450):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(2 * step + rank))
+        loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ensemble.step(loss)
+        met += [] if ensemble.mid_round else [step + 1]
+    return met, [p.tolist() for p in model.parameters()]
+
+
+def test_the_code_about_machines_runs():
+    first, second = run(follow_machines, 2)
+    assert first == second
+    assert first[0] == [200, 400, 450]

@@ -9,7 +9,7 @@ from processes import run
 from hdet.lab import cli
 from hdet.lab.errors import OptionError
 from hdet.lab.link import Timing, time_converges
-from hdet.lab.plan import BUCKET, Link, Plan, errors, fit
+from hdet.lab.plan import BUCKET, Link, RunPlan, errors, fit
 from hdet.lab.quantities import count, part, rate, seconds
 
 NEEDED = ["plan", "--params", "7e9", "--replicas", "64", "--bandwidth", "400Gb/s", "--step-time", "1.2"]
@@ -17,7 +17,7 @@ NEEDED = ["plan", "--params", "7e9", "--replicas", "64", "--bandwidth", "400Gb/s
 
 def plan(**options):
     given = {"params": 7e9, "replicas": 64, "step_time": 1.2, "interval": 1000, "link": Link(50e9, 10e-6)}
-    return Plan(**{**given, **options})
+    return RunPlan(**{**given, **options})
 
 
 def test_closed_forms():
@@ -38,6 +38,8 @@ def test_closed_forms():
     sharded = plan(shard=8, rollback=True)
     assert sharded.averaged == averaged / 8
     assert sharded.memory["the snapshot of a rollback"] == pytest.approx(averaged * 3 / 8 / 64)
+    kept = plan(local=True, average_state=False, rollback=True).memory["the snapshot of a rollback"]
+    assert kept == pytest.approx(averaged / 64 + 2 * averaged), "optimizer state of one's own is kept whole"
     assert plan(width=2).averaged == averaged, "half precision travels as single precision"
     assert plan(width=2).gradient_bytes == pytest.approx(ring * averaged / 2)
     assert plan(probe=4).probe_seconds == pytest.approx(65 * 4 / 3 * 1.2)

@@ -28,8 +28,8 @@ def without_replica(entry: State) -> State:
 
 def without_common(entry: State) -> tuple[State, State]:
     """A replica's saved entry without what is the same on all of them even in mid-round, and that."""
-    common = {key: value for key, value in _inner(entry).items() if key in _COMMON}
-    return _changed(entry, lambda state: {key: state[key] for key in state if key not in _COMMON}), common
+    common = {key: value for key, value in _inner(entry).items() if key in _COMMON and value}
+    return _changed(entry, lambda state: {key: state[key] for key in state if key not in common}), common
 
 
 def with_common(entry: State, common: State) -> State:

@@ -75,7 +75,7 @@ def fit(timings: Sequence[Timing], cores: int) -> Link:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A run that is to be.
 
     Attributes:
@@ -123,8 +123,8 @@ class Plan:
     @property
     def averaged(self) -> float:
         """Bytes that a rank averages in a converge; half precision is averaged in single precision."""
-        state = self.state if (self.local if self.average_state is None else self.average_state) else 0
-        return 4 * self.params / self.shard * (1 + state)
+        averaged = self.local if self.average_state is None else self.average_state
+        return 4 * self.params / self.shard * (1 + (self.state if averaged else 0))
 
     @property
     def converge_seconds(self) -> float:
@@ -162,10 +162,12 @@ class Plan:
         mine = self.params / self.shard
         weights = mine * self.width
         copy = mine * (self.width if self.copies == 1 else max(self.width, 4))
+        own = 1 if self.average_state is False else self.replicas  # state of one's own cannot be shared out
+        kept = weights / self.replicas + mine * 4 * self.state / own
         return {
             "while it averages": min(2.0 * BUCKET, 2 * self.averaged),
             "the outer step": self.copies * copy,
-            "the snapshot of a rollback": (weights + mine * 4 * self.state) / self.replicas if self.rollback else 0.0,
+            "the snapshot of a rollback": kept if self.rollback else 0.0,
             "within consensus()": weights,
         }
 
@@ -179,7 +181,7 @@ def _ring(replicas: int) -> float:
     return 2 * (replicas - 1) / replicas
 
 
-def show(plan: Plan, overhead: float | None) -> str:
+def show(plan: RunPlan, overhead: float | None) -> str:
     """The plan as text."""
     ranks = plan.replicas * plan.shard
     rows = [

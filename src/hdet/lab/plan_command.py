@@ -48,7 +48,7 @@ def add_command(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> str:
     """The plan, or the measurement, as text."""
-    from hdet.lab.plan import Link, Plan, show, show_fit  # noqa: PLC0415
+    from hdet.lab.plan import Link, RunPlan, show, show_fit  # noqa: PLC0415
 
     given = [name for name in _NEEDED if getattr(arguments, name) is not None]
     if arguments.measure:
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> str:
     )
     if not 0 <= arguments.probe < math.inf:
         raise OptionError(f"probe must be at least 0 global batches, got {arguments.probe}")
-    plan = Plan(
+    plan = RunPlan(
         count("params", arguments.params), arguments.replicas, seconds("step_time", arguments.step_time),
         arguments.interval, link, shard=arguments.shard, local=arguments.gradients == "local",
         average_state=arguments.average_state, state=arguments.state, width=_WIDTHS[arguments.precision],

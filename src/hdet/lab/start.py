@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hdet import Auto, find_replicas
+from hdet import Auto, Nesterov, find_replicas
 from hdet.lab.finder import find
 from hdet.lab.folder import RunFolder, read
 from hdet.lab.options import RunOptions
-from hdet.lab.setup import charged_steps, device
+from hdet.lab.setup import charged_steps, device, make_outer_step
 from hdet.lab.tasks import Task
 
 _FILE = "start.json"
@@ -59,8 +59,10 @@ def settle(
         return known
     found = None
     if options.controller == "auto" and Auto().plan(list(options.explored()), task.steps).finds:
-        outer_step = Auto().outer_step if options.outer_step is None else options.outer_step
-        found = find(options, task, model, optimizer, outer_step)
+        outer = make_outer_step(options)
+        if isinstance(outer, Nesterov):
+            outer = min(outer.lr / (1 - outer.momentum), 1.0)
+        found = find(options, task, model, optimizer, Auto().outer_step if outer is None else outer)
     steps = charged_steps(options, task, found) if options.charge else task.steps
     start = Start(peak_lr, steps)
     if found is not None:
