@@ -4,6 +4,7 @@ import json
 import math
 
 import dadaptation
+import evidence
 import peers.hypergradient
 import prodigyopt
 import pytest
@@ -212,3 +213,17 @@ def test_filling_the_readme(tmp_path):
 def test_pictures(tmp_path):
     drawn = quality_report.pictures(MADE_UP, quality.on_grid, tmp_path)
     assert [path.stat().st_size > 5000 for path in drawn] == [True, True]
+
+
+def test_a_part_of_the_evidence_is_a_dated_file_with_its_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "HERE", tmp_path)
+    monkeypatch.setattr(evidence, "RUNS", tmp_path / "runs")
+    (tmp_path / "results").mkdir()
+    command = ["returns", "digits", "--sizes", "2", "--size", "smoke", "--steps", "3", "--in-process"]
+    written = evidence.lab("returns-small", "Small", command, "returns.json")
+    text = written.read_text()
+    assert text.startswith(f"# Small, {written.stem[-10:]}\n")
+    assert "`hdet returns digits --sizes 2 --size smoke --steps 3 --in-process --seeds 3 --folder" in text
+    assert f"torch {torch.__version__}" in text
+    assert "mean over 3 seeds" in text
+    assert len(json.loads(written.with_suffix(".json").read_text())["rows"]) == 2

@@ -84,6 +84,7 @@ class HeldOutCurve:
     def __init__(
         self,
         every: int | None,
+        started: float,
         task: Task,
         model: nn.Module,
         optimizer: Optimizer,
@@ -94,8 +95,7 @@ class HeldOutCurve:
         self.seconds = 0.0
         self._every, self._files = every, files
         self._task, self._model, self._optimizer, self._recipe = task, model, optimizer, recipe
-        self._ensemble = ensemble
-        self._started = time.perf_counter()
+        self._ensemble, self._started = ensemble, started
 
     def step(self, step: int) -> None:
         """After step number `step`; collective."""

@@ -62,7 +62,7 @@ def train(options: RunOptions, folder: str | Path, recipe: Recipe = ONE_CYCLE) -
     checkpoints = Path(folder) / "checkpoints"
     first_step = _resume(checkpoints, run, files) if options.checkpoint_every else 0
     meter = Meter(options, peak_lr, steps, schedule, ensemble, files)
-    curve = HeldOutCurve(options.evaluate_every, task, model, optimizer, recipe, ensemble, files)
+    curve = HeldOutCurve(options.evaluate_every, started, task, model, optimizer, recipe, ensemble, files)
     for step in range(first_step, steps):
         batch = task.batch(task.steps - steps + step, replicas.rank, replicas.size)  # what was charged is not seen
         loss = task.loss(model, batch, smoothing.value)
