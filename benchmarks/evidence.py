@@ -41,7 +41,7 @@ LAB = {  # part: name of the result, its title, the command of the lab, the file
 }
 QUALITY = (["all", "--workers", "2"], ["pictures"], ["table", "--write"], ["speed", "--write"])
 # On 2 idle cores, estimated from single runs. `quality.py plan --workers 2` says what of it is missing.
-MINUTES = {"ablation": 30, "returns": 13, "quality": 135}
+MINUTES = {"ablation": 30, "returns": 13, "quality": 130}
 
 
 def lab(name: str, title: str, command: list[str], left: str, *options: str) -> Path:

@@ -83,6 +83,11 @@ def test_a_method_whose_optimizer_stands_still_has_the_loss_of_an_untrained_mode
     assert row["held_out"] == pytest.approx(task.evaluate(task.model())["loss"], abs=1e-5)
 
 
+def test_a_run_that_diverges_has_no_loss():
+    run = {"task": "digits", "size": "smoke", "optimizer": "sgd", "seed": 0, "method": "paper", "peak_lr": 1e20}
+    assert one(run, steps=12)["held_out"] is None
+
+
 class Line(torch.optim.SGD):
     """x with loss g x, so that the gradient is g."""
 
