@@ -108,7 +108,12 @@ def _trained(method: Method, options: Any) -> tuple[dict, list]:
     length = options.make_task().steps
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
-        result = hdet.in_process(_KINDS[method.kind], options.replicas, method, options, path, length)[0]
+        try:
+            result = hdet.in_process(_KINDS[method.kind], options.replicas, method, options, path, length)[0]
+        except hdet.ReplicaError as error:
+            if "the run has diverged" not in str(error):
+                raise
+            return {"held_out": None, "steps": length, "peak_lr": options.peak_lr}, []
         lines = read_lines(path / "held_out.jsonl")
     steps = result["steps"]
     before = length - steps if result.get("finder_steps") else 0  # a finder is paid at once, probes as the run goes

@@ -293,7 +293,12 @@ ABOUT = """\
 Regret in %: held-out loss over that of the best rate of a sweep at the same length with the same seeds, minus 1. In
 brackets the worst seed and the number of seeds. Cost: all compute, in units of one plain run; a forward pass counts as
 a third of a step. What a finder, a probe or a score costs is taken from the steps of its own run. Time: seconds of a
-core over those of a plain run; by the clock of a machine that may have been busy where rows are older."""
+core over those of a plain run; by the clock of a machine that may have been busy where rows are older.
+
+How each is run: the paper's controller with a temperature of 0.1 and a spread of 1/9 after a third of the run, four
+replicas; `Auto` as it comes; Prodigy and D-Adaptation with lr 1, the first under cosine annealing, the second under
+OneCycleLR; Schedule-Free with a warm-up of a twentieth; range tests of 100 steps; hypergradient descent with a beta of
+1e-7 (additive) and 0.02 (multiplicative); populations on OneCycleLR, 20 rounds. `benchmarks/peers` says why."""
 
 
 SPEED = """\

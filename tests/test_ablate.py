@@ -95,3 +95,15 @@ def test_what_became_of_the_groups(tmp_path):
     ]
     (tmp_path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
     assert ablation._groups([tmp_path]) == {"dense": {"half": 0.9, "tenth": 0.5}}
+
+
+def test_a_row_that_diverges_is_a_row(tmp_path, capsys):
+    sgd = ("--optimizer", "sgd", "--peak-lr", "0.01", "--high-lr", "1e20")
+    chosen = ("--controllers", "softmax", "--gradients", "shared", "--folder", str(tmp_path / "runs"))
+    assert cli.main([*SMALL, *sgd, *chosen]) == 0
+    losses = {row["name"]: row["losses"] for row in read(tmp_path / "runs" / "ablate.json")["rows"]}
+    assert losses["full"] == losses["without auto-LR"] == losses["baseline, high"] == [None]
+    assert losses["baseline, low"][0] > 0
+    assert "diverged" in capsys.readouterr().out
+    told = read(tmp_path / "runs" / "softmax-shared-warm-lr-1e+20-seed-0" / "result.json")["diverged"]
+    assert "the run has diverged" in told

@@ -4,6 +4,7 @@ import json
 import math
 
 import dadaptation
+import evidence
 import peers.hypergradient
 import prodigyopt
 import pytest
@@ -80,6 +81,11 @@ def test_a_method_whose_optimizer_stands_still_has_the_loss_of_an_untrained_mode
     row = one({**about, "method": name, "peak_lr": rate}, steps=4)
     task = RunOptions("text", size="smoke").make_task()
     assert row["held_out"] == pytest.approx(task.evaluate(task.model())["loss"], abs=1e-5)
+
+
+def test_a_run_that_diverges_has_no_loss():
+    run = {"task": "digits", "size": "smoke", "optimizer": "sgd", "seed": 0, "method": "paper", "peak_lr": 1e20}
+    assert one(run, steps=12)["held_out"] is None
 
 
 class Line(torch.optim.SGD):
@@ -212,3 +218,17 @@ def test_filling_the_readme(tmp_path):
 def test_pictures(tmp_path):
     drawn = quality_report.pictures(MADE_UP, quality.on_grid, tmp_path)
     assert [path.stat().st_size > 5000 for path in drawn] == [True, True]
+
+
+def test_a_part_of_the_evidence_is_a_dated_file_with_its_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "HERE", tmp_path)
+    monkeypatch.setattr(evidence, "RUNS", tmp_path / "runs")
+    (tmp_path / "results").mkdir()
+    command = ["returns", "digits", "--sizes", "2", "--size", "smoke", "--steps", "3", "--in-process"]
+    written = evidence.lab("returns-small", "Small", command, "returns.json")
+    text = written.read_text()
+    assert text.startswith(f"# Small, {written.stem[-10:]}\n")
+    assert "`hdet returns digits --sizes 2 --size smoke --steps 3 --in-process --seeds 3 --folder" in text
+    assert f"torch {torch.__version__}" in text
+    assert "mean over 3 seeds" in text
+    assert len(json.loads(written.with_suffix(".json").read_text())["rows"]) == 2

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from hdet.lab.errors import OptionError
 from hdet.lab.folder import read_lines
 from hdet.lab.options import RunOptions
-from hdet.lab.runs import claim, held_out_loss, mean, run_all
+from hdet.lab.runs import claim, held_out_loss, mean, run_all, run_all_to_the_end
 from hdet.lab.tables import number, table
 from hdet.lab.worker import Job
 
@@ -85,7 +85,7 @@ def ablate(
     for row in _rows(controllers, gradients):
         rate = low_lr if row.low else high_lr
         jobs = [_job(_options(row, one, noise), folder, rate) for one in begun]
-        results = run_all(jobs, one_process)
+        results = run_all_to_the_end(jobs, one_process)
         measured = {
             "losses": [held_out_loss(result, unseen=False) for result in results],
             "train_losses": [result["train_loss"] for result in results],
@@ -105,9 +105,9 @@ def show(result: dict[str, Any]) -> str:
     lines = []
     for row in rows:
         losses = [_finite(x) for x in row["losses"]]
-        change = 100 * (mean(losses) / low - 1)
+        change = f"{100 * (mean(losses) / low - 1):+.2f}"
         cells = [row["name"], _method(row), f"{row['peak_lr']:.2g}", number(mean(losses))]
-        cells += [f"{number(min(losses))}..{number(max(losses))}", f"{change:+.2f}", f"{_PAPER[row['name']]:+.2f}"]
+        cells += [f"{number(min(losses))}..{number(max(losses))}", change, f"{_PAPER[row['name']]:+.2f}"]
         lines.append([*cells, number(mean([_finite(x) for x in row["train_losses"]])), f"{row['seconds']:.0f}"])
     header = ["row", "method", "rate", "held-out loss", "min..max", "over low, %", "paper's", "train loss", "seconds"]
     said = (

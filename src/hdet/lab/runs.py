@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hdet.lab.errors import FolderError
+from hdet.lab.errors import FolderError, ReplicaFailedError
 from hdet.lab.folder import RunFolder, read, require_empty
 from hdet.lab.launch import launch
 from hdet.lab.options import RunOptions
 from hdet.lab.worker import Job
+
+_RESULT = "result.json"
+_DIVERGED = "the run has diverged"  # what an Ensemble says then
 
 
 def run_all(jobs: Sequence[Job], one_process: Callable[[int], bool]) -> list[dict[str, Any]]:
@@ -31,6 +35,26 @@ def run_all(jobs: Sequence[Job], one_process: Callable[[int], bool]) -> list[dic
     return [_result(job) or {} for job in jobs]
 
 
+def run_all_to_the_end(jobs: Sequence[Job], one_process: Callable[[int], bool]) -> list[dict[str, Any]]:
+    """The same, where hdet ends a run that has diverged: its result has no loss, and the others go on.
+
+    Raises:
+        FolderError: if a folder holds a run with other options.
+    """
+    while True:
+        started = time.monotonic()
+        try:
+            return run_all(jobs, one_process)
+        except ReplicaFailedError as error:
+            folders = [Path(job.folder) for job in jobs]
+            stopped = [path for path in folders if (path / "options.json").exists() and read(path / _RESULT) is None]
+            if _DIVERGED not in str(error) or len(stopped) != 1:
+                raise
+            said = next(line for line in str(error).splitlines() if _DIVERGED in line)
+            lost = {"held_out": None, "held_out_unseen": None, "train_loss": None, "diverged": said}
+            RunFolder(stopped[0]).write(_RESULT, {**lost, "seconds": round(time.monotonic() - started, 3)})
+
+
 def _result(job: Job) -> dict[str, Any] | None:
     """The result of a run that was done before; what is left of one that was cut short is removed."""
     about = read(Path(job.folder) / "options.json")
@@ -38,7 +62,7 @@ def _result(job: Job) -> dict[str, Any] | None:
         return None
     if RunOptions.from_json(about["options"]) != job.options:
         raise FolderError(f"{job.folder} holds a run with other options; choose another folder with --folder")
-    result: dict[str, Any] | None = read(Path(job.folder) / "result.json")
+    result: dict[str, Any] | None = read(Path(job.folder) / _RESULT)
     if result is None:
         shutil.rmtree(job.folder)
     return result
