@@ -239,5 +239,5 @@ def ends_early():
 def test_without_join_replicas_that_end_at_different_steps_are_told_who_ended_where():
     first, second = run(ends_early, 2)
     assert first == second
-    assert "disagree on the step: 5.0 on replica 0, 6.0 on replica 1" in first
+    assert "disagree on the step: 5 on replica 0, 6 on replica 1" in first
     assert "with ensemble.join()" in first

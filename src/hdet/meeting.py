@@ -85,7 +85,9 @@ class Meeting:
             return
         state = self._tensors.own_state()
         layout = torch.tensor([converge.layout(state)], dtype=torch.float64, device=self._device(state))
-        same = round_end.Claim("the optimizer state", "every replica must have taken a step", float(layout))
+        same = round_end.Claim(
+            "the optimizer state", "every replica must have taken a step", float(layout), checksum=True
+        )
         round_end.check_agreement(self._rounds.replicas.gather(layout), [same])
         converge.average(state, self._rounds.replicas, atomic=self._settings.atomic)
 

@@ -27,11 +27,15 @@ def check_same_replica(saved: dict[str, Any], replicas: Replicas) -> None:
 
 @dataclass(frozen=True)
 class Claim:
-    """Something that must be the same on every replica: what it is, what to do if not, and its value here."""
+    """Something that must be the same on every replica: what it is, what to do if not, and its value here.
+
+    A value that is a checksum is compared and not shown.
+    """
 
     name: str
     remedy: str
     value: float
+    checksum: bool = False
 
 
 def agree(
@@ -77,8 +81,8 @@ def claims(step: int, layout: int, options: Sequence[object], hyperparameters: S
     total = math.fsum(claim.value for claim in base_claims(hyperparameters))
     return [
         Claim("the step", _SAME_STEPS, step),
-        Claim("the tensors to average", "build the same model and optimizer", layout),
-        Claim("the ensemble's options", "give every replica the same arguments", checksum([*options, *explored])),
+        Claim("the tensors to average", "build the same model and optimizer", layout, checksum=True),
+        Claim("the ensemble's options", _SAME_ARGUMENTS, checksum([*options, *explored]), checksum=True),
         Claim("the sum of all bases", _SAME_SCHEDULE, total),
     ]
 
@@ -89,6 +93,7 @@ def base_claims(hyperparameters: Sequence[Hyperparameter]) -> list[Claim]:
 
 
 _SAME_STEPS = "every replica must take the same number of steps; for data that end unevenly use `with ensemble.join():`"
+_SAME_ARGUMENTS = "give every replica the same arguments"
 _SAME_SCHEDULE = "a scheduler must see the same numbers everywhere: all-reduce the metric that it is given"
 
 
@@ -113,10 +118,9 @@ def check_agreement(
         first = next(iter(values), 0)
         odd = [rank for rank, value in values.items() if not same(value, values[first])]
         if odd:
-            raise RuntimeError(
-                f"the replicas disagree on {claim.name}: {values[first]} on replica {first}, {values[odd[0]]} on "
-                f"replica {odd[0]}; {claim.remedy}"
-            )
+            each = [f"{values[rank]:.12g} on replica {rank}" for rank in (first, odd[0])]
+            told = f"replica {odd[0]} differs from replica {first}" if claim.checksum else ", ".join(each)
+            raise RuntimeError(f"the replicas disagree on {claim.name}: {told}; {claim.remedy}")
 
 
 def same(a: float, b: float) -> bool:
