@@ -418,7 +418,7 @@ def disagreeing(kind):
         ("base", r"the base of learning_rate: 0\.1 on replica 0, 0\.2 on replica 1"),
         ("tensors", "the tensors to average"),
         ("options", "the ensemble's options"),
-        ("step", "the step: 1.0 on replica 0, 6.0 on replica 1"),
+        ("step", "the step: 1 on replica 0, 6 on replica 1"),
     ],
 )
 def test_replicas_that_disagree_all_raise_the_same_before_anything_is_averaged(kind, match):
