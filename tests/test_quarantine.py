@@ -126,6 +126,35 @@ def test_a_replica_that_has_not_taken_a_step_yet_is_given_weights_and_state():
     assert all(math.isfinite(x) for x in torch.tensor(ours[0][0]).flatten())
 
 
+def with_state_of_its_own():
+    rank = hdet.find_replicas().rank
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    ensemble = hdet.Ensemble(
+        optimizer, [hdet.learning_rate(optimizer, spread=0.3)], interval=3, model=model, guard=True, gradients="local",
+        average_state=False,
+    )  # fmt: skip
+    for step in range(3):
+        loss = model(torch.full((2, 3), 0.1 * step + rank)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2 and rank == 1:
+            model.weight.data.fill_(math.nan)
+            optimizer.state[model.weight]["exp_avg"].fill_(math.nan)
+        before = optimizer.state[model.weight]["exp_avg"].tolist()
+        ensemble.step(loss)
+    return before, optimizer.state[model.weight]["exp_avg"].tolist()
+
+
+def test_a_sick_replica_is_given_state_and_the_others_keep_theirs():
+    (first, ours), (_, given), (third, others) = hdet.in_process(with_state_of_its_own, 3)
+    assert ours == first
+    assert others == third != first
+    assert given == first
+
+
 def test_without_the_guard_the_run_is_lost_and_the_error_says_what_to_do():
     with pytest.raises(hdet.ReplicaError, match=r"diverged: the loss of every replica is nan at step 40.*rollback="):
         in_one_process("weights", 35, 2, guard=False)

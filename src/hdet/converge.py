@@ -222,12 +222,18 @@ def averaged(
 
 
 @torch.no_grad()
-def copy_from(source: int, tensors: Sequence[Tensor], replicas: Replicas, bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Replace each tensor by that of replica `source`, in place, through flat buckets."""
+def copy_from(
+    source: int, tensors: Sequence[Tensor], replicas: Replicas, bucket_bytes: int = BUCKET_BYTES, take: bool = True
+) -> None:
+    """Replace each tensor by that of replica `source`, in place, through flat buckets.
+
+    A replica that does not `take` them takes part all the same.
+    """
     for batch in _batches(tensors, bucket_bytes, as_they_are=True):
         flat = torch.cat([t.reshape(-1) for t in batch])
         replicas.broadcast(flat, source)
-        torch._foreach_copy_(batch, list(_unflatten_dense_tensors(flat, batch)))  # type: ignore[no-untyped-call]
+        if take:
+            torch._foreach_copy_(batch, list(_unflatten_dense_tensors(flat, batch)))  # type: ignore[no-untyped-call]
 
 
 def _unpack(travelling: _Travelling) -> None:

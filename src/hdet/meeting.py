@@ -75,7 +75,8 @@ class Meeting:
             tensors = self._tensors.to_average()
         converge.average(tensors, self._rounds.replicas, of=census.averaged, atomic=self._settings.atomic)
         if not census.all_well:
-            restore_state(census, self._tensors.state(), self._rounds.replicas)
+            own = not self._settings.average_state
+            restore_state(census, self._tensors.state(), self._rounds.replicas, own)
         self._rounds.at.equal = True
         self._health.look_back(judged, census)
 

@@ -173,7 +173,14 @@ def ended(row: Sequence[float]) -> bool:
     return row[-NUMBERS] == _ENDED
 
 
-def restore_state(census: Census, state: Sequence[Tensor], replicas: Replicas) -> None:
-    """Give all the optimizer state of a replica that counts, where others do not. Collective."""
+def restore_state(census: Census, state: Sequence[Tensor], replicas: Replicas, own: bool = False) -> None:
+    """Give all the optimizer state of a replica that counts, where others do not. Collective.
+
+    Args:
+        census: who counts.
+        state: this replica's.
+        replicas: all of them.
+        own: each keeps its own: only those that do not count are given another's.
+    """
     if census.healthy and census.same_state and state:
-        copy_from(census.healthy[0], state, replicas)
+        copy_from(census.healthy[0], state, replicas, take=not own or replicas.rank not in census.healthy)
