@@ -18,7 +18,10 @@ import hdet
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "build" / "pages"
-COPIED = ("*.md", "LICENSE", "docs/*.md", "docs/*.png", "examples/*", "benchmarks/*.py", "benchmarks/results/*.md")
+COPIED = (
+    "*.md", "LICENSE", "docs/*.md", "docs/*.png", "examples/*", "benchmarks/*.py", "benchmarks/peers/*.py",
+    "benchmarks/results/*.md", "benchmarks/results/*.png",
+)  # fmt: skip
 SECTIONS = {
     "Training": ("Ensemble", "OneCycleAutoLR", "Nesterov", "Rollback", "Limits", "LostReplicaError", "warm_init"),
     "What is explored": (
