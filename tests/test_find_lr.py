@@ -5,6 +5,7 @@ import math
 import pickle
 import random
 import statistics
+import sys
 
 import numpy as np
 import pytest
@@ -321,6 +322,19 @@ def test_a_loss_that_never_falls():
         with pytest.raises(hdet.FindLRError, match="must be positive and finite"):
             hdet.find_lr(model, optimizer, lambda index: None, probe=probe)
     assert everything(model, optimizer) == before
+
+
+@pytest.mark.parametrize("too_high", [60.0, 1000.0])
+def test_a_second_ramp_that_begins_too_high_begins_again_lower(monkeypatch, too_high):
+    model = make(kind=plain_net)
+    usual = find(model, optim.SGD(model.parameters(), lr=0.1))
+    half_way = Coarse.half_way
+    monkeypatch.setattr(Coarse, "half_way", lambda *args: too_high * half_way(*args))
+    found = find(model, optim.SGD(model.parameters(), lr=0.1))
+    assert found.rate == pytest.approx(usual.rate, rel=0.5)
+    monkeypatch.setattr(sys.modules["hdet.range_test.find_lr"], "_LOWER", (1,))
+    with pytest.raises(hdet.FindLRError, match="less than 1 %"):
+        find(model, optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_what_was_found_can_be_read_printed_and_drawn(tmp_path):

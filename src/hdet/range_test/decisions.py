@@ -76,6 +76,10 @@ class Fine:
         lowest = min(values)
         return lowest < _FALLEN * first and curve[-1][0] >= 4 * curve[values.index(lowest)][0]
 
+    def began_too_high(self, curve: Curve) -> bool:
+        """Whether the loss was dead before the rate had risen by 4: the first ramp was taken in by noise."""
+        return curve[-1][0] < 4 * curve[0][0]
+
     def interval(self, curve: Curve, first: float) -> tuple[float, float] | None:
         """(lo, hi): the first rates with 90 % of the drop made, and with 10 % of it lost again; None without a drop."""
         values = smooth(curve, first, self.width)

@@ -26,6 +26,8 @@ from hdet.range_test.decisions import Coarse, Curve, Fine, default_factor
 from hdet.range_test.found_rate import FoundRate
 from hdet.replicas import find_replicas
 
+_LOWER = (1, 16, 256)  # where the second ramp begins, if the loss is dead at once
+
 
 class FindLRError(RuntimeError):
     """There is no learning rate to be found; the message says what to do. Everything was put back."""
@@ -132,8 +134,11 @@ def _find(bench: Bench, factor: float) -> FoundRate:
             f"the probe's loss, {first:.6g} at the initial weights, never fell at {_range(first_curve)}; check that "
             "step_fn calls backward() on the loss that the probe measures, or begin with another rate"
         )
-    second_curve = bench.ramp(fine.ramp(half_way), fine.every, lambda curve: fine.over(curve, first))
-    interval = fine.interval(second_curve, first)
+    for lower in _LOWER:
+        second_curve = bench.ramp(fine.ramp(half_way / lower), fine.every, lambda curve: fine.over(curve, first))
+        interval = fine.interval(second_curve, first)
+        if interval is not None or not fine.began_too_high(second_curve):
+            break
     if interval is None:
         raise FindLRError(
             f"the probe's loss fell by less than 1 % from {first:.6g} at {_range(second_curve)}; train some hundred "
