@@ -40,6 +40,11 @@ SECTIONS = {
 }  # fmt: skip
 
 
+INTEGRATIONS = (
+    "lightning.HDETCallback", "transformers.HDETCallback", "accelerate.save_state", "accelerate.load_state",
+)  # fmt: skip
+
+
 def collect() -> None:
     """Copy what the site is made of."""
     shutil.rmtree(PAGES, ignore_errors=True)
@@ -60,7 +65,13 @@ def reference() -> str:
         raise SystemExit(f"docs/build.py: put each public name into SECTIONS once: {set(listed) ^ public or listed}")
     sections = {title: [_place(name) for name in names] for title, names in SECTIONS.items()}
     sections["Trackers"] = [f"hdet.trackers.{name}" for name in hdet.trackers.__all__]
-    text = ["# API", "", "Everything public. `import hdet` is enough; each name is found as `hdet.NAME`.", ""]
+    sections["Integrations"] = [f"hdet.integrations.{name}" for name in INTEGRATIONS]
+    text = [
+        "# API",
+        "",
+        "Everything public. `import hdet` is enough; each name is found as `hdet.NAME`; the\nintegrations are imported from where they are.",
+        "",
+    ]
     for title, names in sections.items():
         text += [f"## {title}", "", *(f"::: {name}\n" for name in names)]
     return "\n".join(text)

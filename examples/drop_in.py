@@ -1,9 +1,7 @@
 """The drop-in: a script with OneCycleLR becomes one with HDET by another import and the loss given to `step()`.
 
-    pip install scikit-learn
-    torchrun --standalone --nproc-per-node 2 examples/drop_in.py
-
-examples/digits.py runs both and compares them.
+pip install scikit-learn
+torchrun --standalone --nproc-per-node 2 examples/drop_in.py
 """
 
 import torch

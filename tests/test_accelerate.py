@@ -29,7 +29,7 @@ from processes import run
 import hdet
 
 
-def train(folder, accumulation, prepare_optimizer, resume=None, save=None, steps=STEPS):
+def train(folder, accumulation, prepare_optimizer, resume=None, save=None, steps=STEPS, options=None):
     """The rounds, the weights at the end, and the folder that was saved."""
     from accelerate import Accelerator
     from accelerate.utils import GradientAccumulationPlugin
@@ -46,7 +46,7 @@ def train(folder, accumulation, prepare_optimizer, resume=None, save=None, steps
         optimizer = accelerator.prepare(optimizer)
     told = Told()
     ensemble = hdet.Ensemble(
-        optimizer, explored(optimizer), total_steps=STEPS, model=model, on_round=[told], **OPTIONS
+        optimizer, explored(optimizer), total_steps=STEPS, model=model, on_round=[told], **OPTIONS, **(options or {})
     )  # fmt: skip
     entries = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "ensemble": ensemble}
     if resume is not None:
@@ -85,6 +85,14 @@ def compare(folder, accumulation, prepare_optimizer):
     return saved
 
 
+def keep_own_state(folder):
+    """At a round's end, where replicas hold the same weights and optimizer states of their own."""
+    own = {"gradients": "local", "average_state": False}
+    _, whole, saved = train(folder, 1, True, save=8, options=own)
+    _, ended, _ = train(folder, 1, True, resume=saved, options=own)
+    assert all(torch.equal(ended[name], whole[name]) for name in whole)
+
+
 def refuse(folder, saved):
     from accelerate import Accelerator
 
@@ -118,6 +126,7 @@ def accelerate(folder):
     saved = compare(f"{folder}/prepared", 2, True)
     compare(f"{folder}/plain", 1, False)
     refuse(f"{folder}/prepared", saved)
+    keep_own_state(f"{folder}/own")
     follow(f"{folder}/guide")
     return example("accelerate_digits.py", "--epochs", "2", "--folder", f"{folder}/example")
 

@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+import warnings
 
 import pytest
 import torch
@@ -327,6 +328,8 @@ def refused(kind):
     elif kind == "both":
         shard(model, mesh)
         options["process_group"] = mesh.get_group("replicate")
+    elif kind == "no model":
+        shard(model, mesh)
     elif kind == "no mesh at all":
         options["mesh"] = (2, 2)
     elif kind == "one rank":
@@ -334,7 +337,7 @@ def refused(kind):
         options["seed"] = 7 if dist.get_rank() == 3 else 0
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     try:
-        hdet.Ensemble(optimizer, interval=5, model=model, **options)
+        hdet.Ensemble(optimizer, interval=5, model=None if kind == "no model" else model, **options)
     except (ValueError, TypeError) as error:
         return str(error)
 
@@ -344,6 +347,8 @@ REFUSED = {
     "no mesh": r"hdet\.Ensemble\(\.\.\., mesh=mesh\)",
     "not shared": r"nothing shares the gradients of different replicas.*fully_shard\(model, mesh=mesh\)",
     "not local": r'fully_shard\(model, mesh=mesh\["shard"\]\)',
+    "nothing shared": "nothing shares the gradients of different replicas: the model is not placed on the mesh",
+    "no model": "a sharded model must be given.*model=model",
     "guard": "guard=True needs whole gradients on every rank",
     "both": "give one of them",
     "no mesh at all": "mesh must be a DeviceMesh, got \\(2, 2\\)",
@@ -360,3 +365,118 @@ def test_what_cannot_work_is_refused_on_every_rank():
     for kind, words in REFUSED.items():
         for result in results:
             assert re.search(words, result[kind] or ""), (kind, result[kind])
+
+
+def root_only(mesh):
+    """FSDP2 keeps the weights of the root gathered after a forward pass, in which all of this model's are."""
+    return fully_shard(network(), mesh=mesh)
+
+
+def disturbed(look):
+    """A run in which something looks at the model between steps, or nothing does; its losses and weights."""
+    mesh = make_mesh()
+    model = root_only(mesh)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    probe = hdet.Probe([(x, x) for x in batch(0, 9)], lambda m, b: loss_of(m, b[0])) if look == "probe" else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nobody reads the probe
+        ensemble = hdet.Ensemble(
+            optimizer, [hdet.learning_rate(optimizer, spread=SPREAD)], interval=3, model=model, mesh=mesh, probe=probe,
+            controller=hdet.Fixed(),
+        )  # fmt: skip
+    losses = []
+    for step in range(8):
+        if look == "evaluation" and step in (2, 4):
+            with ensemble.consensus(), torch.no_grad():
+                loss_of(model, batch(0, 0))
+        losses += train((model, optimizer, optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0), ensemble), [step])
+    ensemble.finish()
+    ensemble.close()
+    return losses, weights(model)
+
+
+def keeps_training_on_what_is_there():
+    plain = disturbed(None)
+    assert disturbed("evaluation") == plain
+    assert disturbed("probe") == plain
+    mesh = make_mesh()
+    model = root_only(mesh)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    before = loss_of(model, batch(0, 0)).item()
+    probe = hdet.Probe([(x, x) for x in batch(0, 9)], lambda m, b: loss_of(m, b[0]))
+    hdet.find_lr(
+        model, optimizer, lambda index: loss_of(model, batch(index % 5, dist.get_rank())).backward(), probe=probe,
+        mesh=mesh,
+    )  # fmt: skip
+    assert loss_of(model, batch(0, 0)).item() == before
+
+
+def test_what_looks_at_the_model_leaves_no_gathered_weights_behind():
+    run(keeps_training_on_what_is_there, 4)
+
+
+def resume_outer(path, at, **options):
+    """Where a round began, and the momenta of the outer step, are in parts as well."""
+    results = []
+    for again in (False, True):
+        model = shard(network(), options.get("mesh") or init_device_mesh("cpu", (4,)))
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, 10)
+        spread = hdet.learning_rate(optimizer, spread=SPREAD if "mesh" in options else 0.0)
+        ensemble = hdet.Ensemble(optimizer, [spread], interval=3, model=model, **options)
+        parts = model, optimizer, schedule, ensemble
+        if again:
+            load(path, parts)
+        else:
+            train(parts, range(at))
+            save(path, parts)
+        results.append((train(parts, range(at, 10)), weights(model)))
+        ensemble.close()
+    assert results[0] == results[1]
+
+
+def resumes_outer_steps(path):
+    resume_outer(f"{path}/end", 6, mesh=make_mesh(), outer_step=hdet.Nesterov())
+    resume_outer(f"{path}/mid", 7, mesh=make_mesh(), outer_step=0.5)
+    resume_outer(f"{path}/plain", 7, outer_step=0.5)  # one model over all ranks, which an outer step is for, too
+
+
+def test_outer_steps_resume_bit_for_bit(tmp_path):
+    run(resumes_outer_steps, 4, str(tmp_path))
+
+
+def odd_models():
+    mesh = make_mesh()
+    model = network()
+    for p in model[:-1].parameters():
+        p.requires_grad_(False)
+    ema = shard(network(), mesh)
+    shard(model, mesh)  # the last layer has one row: one rank of each replica holds nothing that is trained
+    optimizer = optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    ensemble = hdet.Ensemble(
+        optimizer, [hdet.learning_rate(optimizer, spread=SPREAD)], interval=2, model=model, mesh=mesh, outer_step=0.5,
+        also=[ema],
+    )  # fmt: skip
+    train((model, optimizer, optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0), ensemble), range(4))
+    ensemble.close()
+    return weights(model)
+
+
+def one_replica():
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
+    model = shard(network(), mesh)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    ensemble = hdet.Ensemble(optimizer, interval=2, model=model, mesh=mesh)
+    with pytest.warns(UserWarning, match="there is one replica only"):
+        train((model, optimizer, optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0), ensemble), range(3))
+    ensemble.close()
+
+
+def unusual():
+    one_replica()
+    return odd_models()
+
+
+def test_ranks_without_a_trained_part_followers_in_parts_and_one_replica():
+    results = run(unusual, 4)
+    assert all(result == results[0] for result in results)

@@ -183,6 +183,21 @@ def refuse(folder):
         train(folder, attach=False)
     with pytest.raises(TypeError, match="'steps' is no argument"):
         HDETCallback(steps=3)
+    with pytest.warns(UserWarning, match="computes its own loss: is it a mean over its own tokens"):
+        train_with_own_loss(f"{folder}/own")
+
+
+def train_with_own_loss(folder):
+    from transformers import Trainer, TrainingArguments
+
+    from hdet.integrations.transformers import HDETCallback
+
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs).loss
+
+    args = TrainingArguments(folder, use_cpu=True, ddp_backend="gloo", report_to=[])
+    HDETCallback(interval=2).attach(Own(model=make_language_model(), args=args))
 
 
 def transformers(folder):

@@ -183,8 +183,8 @@ def check_gradients(
         )
 
 
-def check_average_state(average_state: object, gradients: Gradients) -> bool:
-    """Whether each replica keeps its own optimizer state."""
+def check_average_state(average_state: object, gradients: Gradients) -> None:
+    """Raise unless it is True, or False with local gradients."""
     if not isinstance(average_state, bool):
         raise TypeError(f"average_state must be True or False, got {average_state!r}; write average_state=False")
     if not average_state and gradients != "local":
@@ -192,7 +192,6 @@ def check_average_state(average_state: object, gradients: Gradients) -> bool:
             "average_state=False is for local gradients: with shared ones the state is equal, or must be; write "
             'gradients="local", or leave it out'
         )
-    return not average_state
 
 
 def check_buffers(explored: Sequence[Hyperparameter], model: nn.Module | None) -> None:

@@ -62,13 +62,18 @@ def buffers(module: nn.Module | None) -> list[Tensor]:
 
 def module_tensors(also: Iterable[nn.Module | Tensor]) -> list[Tensor]:
     """Everything that can be averaged of modules that follow the weights, frozen tensors included."""
+    return _averageable(tensors_of(also))
+
+
+def tensors_of(also: Iterable[nn.Module | Tensor]) -> list[Tensor]:
+    """All tensors of modules that follow the weights, whatever their dtype."""
     found: list[Tensor] = []
     for follower in also:
         if isinstance(follower, Tensor):
             found.append(follower)
         else:
             found += [*follower.parameters(), *follower.buffers()]
-    return _averageable(found)
+    return found
 
 
 def optimizer_state(optimizers: Iterable[Optimizer], explored: Iterable[str], local: bool = False) -> list[Tensor]:

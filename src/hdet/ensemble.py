@@ -194,7 +194,7 @@ class Ensemble:
 
     def _claims(self) -> Claims:
         """What must be the same on all replicas before the first step."""
-        return self._settings.claims(self.replicas.size, self._rounds.at.step, self._tensors.followers())
+        return self._settings.claims(self.replicas.size, self._rounds.at.step, self._tensors.followers_whole())
 
     # The protocol
 
@@ -312,11 +312,13 @@ class Ensemble:
         counted = self._meeting.agree(tensors, full=False)[1].averaged if tensors else None
         kept = self._tensors.buffers()
         self._in_consensus, self._fan_out.ready = True, False
+        self._tensors.reshard()
         try:
             with averaging.averaged(tensors, self.replicas, kept, counted), self._values.at_center():
                 yield
         finally:
             self._in_consensus = False
+            self._tensors.reshard()  # what was evaluated is not what is trained on
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -406,6 +408,11 @@ class Ensemble:
         """Whether what replicas hold is their own: weights in mid-round, and optimizer state that is not averaged."""
         own_state = not self._settings.average_state and self._rounds.at.step > 0 and not self._rounds.at.finished
         return self.mid_round or own_state
+
+    @property
+    def holds_parts(self) -> bool:
+        """Whether what this ensemble saves is a part of something: of where a round began, with sharded models."""
+        return self._outer.active and self._tensors.in_parts
 
     @property
     def progress(self) -> dict[str, int | bool]:
@@ -585,6 +592,7 @@ class Ensemble:
         records = []
         verdict: Verdict = "ok"
         self._health.mend()
+        self._tensors.reshard()
         if not self._opened and self._fan_out.steps == 0 and self._rounds.at.step_in_round:
             self._open_round()  # every step of the round was skipped here, but not on other replicas
         if self._rounds.diverges or (self._recovery.active and not self._rounds.at.finished):

@@ -44,7 +44,8 @@ class LocalGradients:
         if self._local and not self._wrappers and replicas > 1:
             raise ValueError(
                 "to find the learning rate replicas must share their gradients for a moment: wrap the model in "
-                "DistributedDataParallel, or call hdet.find_lr with such a wrapper before you make the ensemble"
+                "DistributedDataParallel, or call hdet.find_lr with such a wrapper before you make the ensemble (with "
+                "a sharded model: on a copy that is placed on the whole mesh, with mesh=mesh)"
             )
         self._put_back()
         try:

@@ -99,4 +99,5 @@ class Meeting:
         return told.tolist()
 
     def _device(self, tensors: Sequence[Tensor]) -> torch.device:
-        return collective_device(tensors or self._tensors.parameters())
+        held = tensors or self._tensors.parameters()
+        return collective_device(held) if held else self._rounds.replicas.device

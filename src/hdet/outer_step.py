@@ -92,7 +92,7 @@ class OuterStep:
     @torch.no_grad()
     def begin(self, parameters: Sequence[Tensor]) -> None:
         """Remember where the round begins; copies into the last round's memory where it fits."""
-        if not self.active:
+        if not self.active or not parameters:  # a rank may hold no part of what is trained
             return
         self._parameters = list(parameters)
         if _layout(self._start) == [(p.shape, self._dtype(p), p.device) for p in parameters]:

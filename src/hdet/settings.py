@@ -25,7 +25,7 @@ from hdet.outer_step import Nesterov, OuterStep
 from hdet.probe.probe import Probe
 from hdet.replicas import Where
 from hdet.rollback.rollback import Rollback
-from hdet.shards import check_shards
+from hdet.shards import check_shards, reshard
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,13 @@ def read_settings(
         TypeError, ValueError: for what cannot work, with what to write instead.
     """
     check_deepspeed(optimizer, model, gradients)
+    if isinstance(model, nn.Module):
+        reshard(model)  # while whole weights are gathered its parameters are others
     optimizers = tuple(unwrap(o) for o in (optimizer if isinstance(optimizer, Sequence) else (optimizer,)))
     explorable = flatten([learning_rate(optimizers)] if hyperparameters is None else hyperparameters)
     checks.check_hyperparameters(explorable, optimizers)
     where = checks.check_where(process_group, mesh)
+    checks.check_average_state(average_state, gradients)
     wants = _controller(controller, probe)
     explored = tuple(h for h in explorable if h.diverges)
     _check(wants, probe, gradients, model, act, guard, optimizers, explored)
@@ -140,7 +143,7 @@ def read_settings(
         checks.check_interval(interval, total_steps, bool(explored) or local, told.interval),
         checks.check_design(design or told.design), local,
         OuterStep(told.outer_step if outer_step is None else outer_step).given,
-        not checks.check_average_state(average_state, gradients),
+        average_state,
         None if rollback is None else checks.check_rollback(rollback),
         bool(guard), checks.check_limits(limits), bool(atomic), act, where, seed,
     )  # fmt: skip

@@ -31,6 +31,16 @@ def part(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
+def reshard(model: nn.Module | None) -> None:
+    """Let go of whole weights that FSDP2 has gathered for a forward pass without a backward pass after it.
+
+    The next forward pass would use them, whatever was written into the parts meanwhile. Sends nothing.
+    """
+    for module in model.modules() if model is not None else ():
+        if is_a("FSDPModule", module):
+            module.reshard()  # type: ignore[operator]
+
+
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether it is a DTensor."""
     return type(tensor) is not Tensor and type(tensor) is not nn.Parameter and is_a("DTensor", tensor)
@@ -64,11 +74,17 @@ def check_shards(
         if spread:
             raise ValueError(_ONE_MODEL.format("the optimizer holds DTensors, which spread the"))
         return
-    members = set(ShardedReplicas(where).members)
+    if spread and model is None:
+        raise ValueError("a sharded model must be given, as FSDP2 may keep whole weights in it: write model=model")
+    replicas = ShardedReplicas(where)
+    if replicas.size == 1:
+        return  # nothing can diverge, as the ensemble warns
+    members = set(replicas.members)
     crossing = [list(_crossing(p, members)) for p in spread]
     if any(not placement.is_replicate() for row in crossing for placement in row):
         raise ValueError(_ONE_MODEL.format("the optimizer holds DTensors, which spread the"))
-    _check_gradients(gradients, spread, crossing, modules)
+    if model is not None:
+        _check_gradients(gradients, crossing, modules)
 
 
 def _crossing(p: DTensor, members: Iterable[int]) -> Iterator[Placement]:
@@ -79,17 +95,15 @@ def _crossing(p: DTensor, members: Iterable[int]) -> Iterator[Placement]:
             yield placement
 
 
-def _check_gradients(
-    gradients: str, spread: Sequence[DTensor], crossing: Sequence[Sequence[Placement]], modules: Sequence[nn.Module]
-) -> None:
+def _check_gradients(gradients: str, crossing: Sequence[Sequence[Placement]], modules: Sequence[nn.Module]) -> None:
     sharing = any(crossing) or any(hasattr(m, "require_backward_grad_sync") for m in modules)
     if gradients == "local" and any(crossing):
         raise ValueError(
             "the model is placed on the whole mesh, whose replicas then share their gradients at every step; for "
             'gradients="local" shard it within replicas only: fully_shard(model, mesh=mesh["shard"])'
         )
-    if gradients == "shared" and spread and not sharing:
+    if gradients == "shared" and not sharing:
         raise ValueError(
-            "nothing shares the gradients of different replicas: the model is placed on a part of the mesh. Write "
-            'fully_shard(model, mesh=mesh) with the whole of it, or Ensemble(..., gradients="local")'
+            "nothing shares the gradients of different replicas: the model is not placed on the mesh, or on a part of "
+            'it only. Write fully_shard(model, mesh=mesh) with the whole of it, or Ensemble(..., gradients="local")'
         )

@@ -11,7 +11,7 @@ from hdet import converge
 from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.hyperparameters.in_forward import InForward
 from hdet.hyperparameters.in_groups import InGroups
-from hdet.shards import part
+from hdet.shards import is_dtensor, part, reshard
 
 
 class Tensors:
@@ -46,6 +46,15 @@ class Tensors:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         self._trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
 
+    def reshard(self) -> None:
+        """Before and after weights are written: see `shards.reshard`."""
+        reshard(self._model)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether ranks hold parts of what is trained."""
+        return any(is_dtensor(p) for o in self._optimizers for group in o.param_groups for p in group["params"])
+
     def parameters(self) -> list[Tensor]:
         """What the optimizers train now."""
         return converge.parameters(self._optimizers)
@@ -62,6 +71,10 @@ class Tensors:
     def followers(self) -> list[Tensor]:
         """What follows the weights and is averaged along."""
         return converge.module_tensors(self._also)
+
+    def followers_whole(self) -> list[Tensor]:
+        """The same as they were given, whole where ranks hold parts of them."""
+        return converge.tensors_of(self._also)
 
     def weights(self) -> list[Tensor]:
         """What makes up the consensus: parameters, buffers and followers."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hdet.checkpoint import entries as contents
 from hdet.checkpoint import folder, random_state
-from hdet.checkpoint.ensemble_state import with_common, with_losses, without_replica
+from hdet.checkpoint.ensemble_state import with_common, with_losses, without_common, without_replica
 from hdet.checkpoint.exchange import exchange, replicas_of, together
 from hdet.checkpoint.mean import mean
 from hdet.replicas import Replicas, collective_device
@@ -154,9 +154,15 @@ class _Reader:
             entries = _with_common(mine["entries"], path, manifest)
         else:
             files = (folder.own_file(replica) for replica in range(manifest.replicas))
-            averaged = mean(folder.read(path, file, manifest)["entries"] for file in files)
+            averaged = mean(self._without_parts(folder.read(path, file, manifest)["entries"]) for file in files)
             entries = self._rank_free(_with_common(averaged, path, manifest))
         return _Content(entries, mine["own"] if same else {}, mine["random"])
+
+    def _without_parts(self, entries: dict[str, Any]) -> dict[str, Any]:
+        """What other ranks can use: a part of a tensor is of no use to them."""
+        ensembles = {name: contents.ensemble_of(entry) for name, entry in self._found.items()}
+        parts = {name for name, ensemble in ensembles.items() if ensemble is not None and ensemble.holds_parts}
+        return {name: without_common(e)[0] if name in parts else e for name, e in entries.items()}
 
     def _rank_free(self, entries: dict[str, Any]) -> dict[str, Any]:
         ensembles = {name for name, entry in self._found.items() if contents.ensemble_of(entry) is not None}

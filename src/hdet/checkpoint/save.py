@@ -83,7 +83,7 @@ class _Writer:
     ) -> None:
         self._replicas, self._device, self._path, self._ensemble = replicas, device, path, ensemble
         self._found, self._own = found, own
-        self._mid_round = ensemble is not None and ensemble.replicas_differ
+        self._mid_round = ensemble is not None and (ensemble.replicas_differ or ensemble.holds_parts)
         self._step = 0
         self._failed = f"the checkpoint in {path} was not saved"
         self._files: dict[str, Any] = {}
@@ -150,7 +150,7 @@ class _Writer:
         common: dict[str, Any] = {}
         for name, entry in self._found.items():
             ensemble = contents.ensemble_of(entry)
-            if ensemble is not None and not ensemble.replicas.sharded:  # else it is in parts as well
+            if ensemble is not None and not ensemble.holds_parts:
                 taken[name], common[name] = without_common(taken[name])
         if self._replicas.rank == 0 and any(common.values()):
             self._files[folder.SHARED] = {"common": common}

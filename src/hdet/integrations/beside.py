@@ -1,7 +1,7 @@
 """What lies beside another library's checkpoint, which holds the consensus: what each replica needs to go on exactly.
 
-`hdet.save` writes it: at a round's end the ensemble's state and random numbers; in mid-round also what replicas differ
-in, and nothing that is frozen.
+`hdet.save` writes it: the ensemble's state and random numbers, and what replicas differ in, which is nothing at the end
+of a round (but for `average_state=False`), and never what is frozen.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Beside:
     Args:
         ensemble: whose replicas save and load together.
         always: what the other library does not save, by name; the ensemble is among it.
-        own: what it saves of one replica only, and replicas differ in, in mid-round; looked up anew each time, as
-            parameter groups may be added.
+        own: what it saves of one replica only, and replicas may differ in; looked up anew each time, as parameter
+            groups may be added.
     """
 
     def __init__(self, ensemble: Ensemble, always: Mapping[str, Any], own: Callable[[], Mapping[str, Any]]) -> None:
@@ -44,7 +44,7 @@ class Beside:
             keep: how many to keep there: 2 beside a file that is written again and again, so that a kill in between
                 leaves the state of the one before.
         """
-        save(path, self._entries(self._ensemble.mid_round), step=step, keep=keep)
+        save(path, self._entries(self._ensemble.replicas_differ), step=step, keep=keep)
 
     def load(self, path: Path, step: int | None) -> bool:
         """Load what was saved at `step`, or last; False if there is nothing. Collective.
@@ -67,8 +67,8 @@ class Beside:
             load(found[0], self._entries(folder.read_manifest(found[0]).mid_round))
         return bool(found)
 
-    def _entries(self, mid_round: bool) -> dict[str, Any]:
-        return {**self._always, **self._own()} if mid_round else self._always
+    def _entries(self, differ: bool) -> dict[str, Any]:
+        return {**self._always, **self._own()} if differ else self._always
 
 
 def trained_by(optimizers: Sequence[Optimizer], name: str, model: nn.Module) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -64,6 +65,7 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]
         _check_trainer(trainer)
         if self._trainer is not None:
             raise ValueError("this HDETCallback is attached already; make one for each Trainer")
+        _warn_of_own_loss(trainer)
         self._trainer = trainer
         trainer.add_callback(self)
         Overrides().replace(trainer, "train", self._training)
@@ -194,6 +196,18 @@ def _count(trainer: Trainer, inputs: Mapping[str, Any]) -> Tensor:
         labels = inputs["labels"][..., 1:] if getattr(trainer, "_loss_shifts_labels", False) else inputs["labels"]
     counted: Tensor = labels.ne(_IGNORED).sum()
     return counted
+
+
+def _warn_of_own_loss(trainer: Trainer) -> None:
+    """Warn of a loss whose scaling is not known: replicas would be judged by how many tokens they have."""
+    own = type(trainer).compute_loss is not Trainer.compute_loss
+    if own and getattr(trainer, "loss_is_scaled_for_ga", None) is None:
+        warnings.warn(
+            f"{type(trainer).__name__} computes its own loss: is it a mean over its own tokens? Then say so, or "
+            "replicas with fewer tokens seem worse: trainer.loss_is_scaled_for_ga = False; set it to True if the loss "
+            "is divided by num_items_in_batch",
+            stacklevel=3,
+        )
 
 
 def _check_trainer(trainer: Trainer) -> None:

@@ -191,7 +191,7 @@ def show(plan: RunPlan, overhead: float | None) -> str:
         *([[f"smallest interval for {show_part(overhead)}", str(plan.least_interval(overhead))]] if overhead else []),
         ["a rank sends per converge", show_bytes(plan.sent)],
         ["a rank sends per step", show_bytes(plan.sent_per_step)],
-        ["the same of plain DDP", show_bytes(plan.gradient_bytes)],
+        ["plain DDP's, between replicas", show_bytes(plan.gradient_bytes)],
         *([["of DDP's", f"1/{plan.gradient_bytes / plan.sent_per_step:.0f}"]] if plan.local else []),
         *([f"memory of a rank: {what}", show_bytes(size)] for what, size in plan.memory.items() if size),
     ]

@@ -15,6 +15,7 @@ from hdet.hooks import innermost
 from hdet.probe.data import Chunk, counter_seed, find_source
 from hdet.replicas import Replicas
 from hdet.restore import batch_statistics, seeded
+from hdet.shards import reshard
 
 
 class Probe:
@@ -125,6 +126,7 @@ class Probe:
                     self.samples += samples
             return sums
         finally:
+            reshard(inner)
             self.seconds += time.perf_counter() - started
 
     def _draw(self, index: int, replicas: Replicas | None, device: torch.device) -> list[Chunk]:

@@ -16,6 +16,7 @@ from hdet.probe.probe import Probe
 from hdet.range_test.decisions import Curve
 from hdet.replicas import Replicas
 from hdet.restore import Generators, Modules, OptimizerState, Others, Weights
+from hdet.shards import reshard
 
 _PROBE = 0  # the index of the one probe that everything is scored on
 
@@ -43,6 +44,7 @@ class Bench:
         self._probe, self._replicas = probe, replicas
         self._generators = Generators()
         self._modules = Modules(model)
+        reshard(model)  # while whole weights are gathered its parameters are others
         trained = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         self._device = trained[0].device
         self._weights = Weights([*trained, *(p for p in model.parameters() if p.requires_grad)])
@@ -73,6 +75,7 @@ class Bench:
         """Back to the start of a ramp: no optimizer state, no gradients, nobody's hooks."""
         self._generators.restore()
         self._modules.restore()
+        reshard(self._model)
         self._weights.rewind()
         self._others.restore()
         for optimizer, state in zip(self._optimizers, self._states, strict=True):
@@ -82,6 +85,7 @@ class Bench:
 
     def restore(self) -> None:
         """Everything as it was before the test."""
+        reshard(self._model)
         self._weights.restore()
         for state in self._states:
             state.restore()

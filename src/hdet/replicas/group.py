@@ -56,11 +56,13 @@ class Replicas:
         size: how many there are; 1 where torch.distributed is not initialised.
         group: their process group; None for all ranks.
         wrapping_broadcasts: whether wrapping a model to share gradients gives all replicas the first one's weights.
+        device: where small vectors live if there is no tensor to go by.
         noun: what those are that `settle` and errors count.
     """
 
     wrapping_broadcasts = True
     noun = "replica"
+    device = torch.device("cpu")
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.rank = 0

@@ -38,7 +38,7 @@ class ShardedReplicas(Replicas):
         super().__init__(mesh.get_group(dim))
         self._by_replica: list[list[int]] = mesh.mesh.movedim(dim, 0).reshape(self.size, -1).tolist()
         self.members = self._by_replica[self.rank]
-        self._device = torch.device(mesh.device_type)
+        self.device = torch.device(mesh.device_type)
         self._whole = Replicas(_group_of([rank for ranks in self._by_replica for rank in ranks]))
 
     def settle(self, mine: str, decide: Callable[[list[str]], str]) -> str:
@@ -60,7 +60,7 @@ class ShardedReplicas(Replicas):
 
     def all_true(self, mine: bool) -> bool:
         """Whether this holds on every rank. Collective."""
-        return all(row[0] for row in self._whole.gather(torch.tensor([float(mine)], device=self._device)))
+        return all(row[0] for row in self._whole.gather(torch.tensor([float(mine)], device=self.device)))
 
     def gather(self, values: Tensor) -> list[list[float]]:
         """Every replica's numbers: the mean of its ranks' vectors."""
