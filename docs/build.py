@@ -66,12 +66,8 @@ def reference() -> str:
     sections = {title: [_place(name) for name in names] for title, names in SECTIONS.items()}
     sections["Trackers"] = [f"hdet.trackers.{name}" for name in hdet.trackers.__all__]
     sections["Integrations"] = [f"hdet.integrations.{name}" for name in INTEGRATIONS]
-    text = [
-        "# API",
-        "",
-        "Everything public. `import hdet` is enough; each name is found as `hdet.NAME`; the\nintegrations are imported from where they are.",
-        "",
-    ]
+    about = "Everything public. `import hdet` is enough: each name is `hdet.NAME`; integrations have their own modules."
+    text = ["# API", "", about, ""]
     for title, names in sections.items():
         text += [f"## {title}", "", *(f"::: {name}\n" for name in names)]
     return "\n".join(text)
