@@ -1,9 +1,13 @@
 """The direction of imports, read from the source: leaves, then converge and the like, ensemble, one_cycle."""
 
 import ast
+import os
 import pathlib
+import statistics
 import subprocess
 import sys
+
+import pytest
 
 import hdet
 
@@ -111,6 +115,18 @@ def test_importing_hdet_imports_no_host():
     script = f"import hdet, sys; print(*({others!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.soak
+def test_importing_it_takes_no_longer_than_torch_and_50_ms(tmp_path):
+    code = "import time, torch; t = time.process_time(); import hdet; print(time.process_time() - t)"
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
+    command = [sys.executable, "-c", code]
+    seconds = [
+        float(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+        for _ in range(8)
+    ]
+    assert statistics.median(seconds[1:]) < 0.05, seconds  # the first one writes the bytecode
 
 
 def test_everything_public_is_in_the_index():

@@ -3,10 +3,9 @@
 Read `hdet.ensemble` first: its `step()` is the protocol.
 """
 
-from hdet import trackers
-from hdet.checkpoint.load import Checkpoint, load
-from hdet.checkpoint.save import save
-from hdet.checkpoint.sharded import replica_key
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from hdet.controllers import Auto, Controller, Fixed, Limits, LineSearch, Observation, Plan, Report, Slope, Softmax
 from hdet.ensemble import Ensemble
 from hdet.hyperparameters.hyperparameter import Hyperparameter
@@ -21,10 +20,16 @@ from hdet.progress import Progress, describe
 from hdet.range_test.find_lr import FindLRError, find_lr
 from hdet.range_test.found_rate import FoundRate
 from hdet.record import HyperparameterRecord, RoundRecord, metrics
-from hdet.replay import ReplayLR, make_schedule
 from hdet.replicas import LostReplicaError, find_replicas
 from hdet.rollback.rollback import Rollback
 from hdet.warm_init import warm_init
+
+if TYPE_CHECKING:
+    from hdet import trackers
+    from hdet.checkpoint.load import Checkpoint, load
+    from hdet.checkpoint.save import save
+    from hdet.checkpoint.sharded import replica_key
+    from hdet.replay import ReplayLR, make_schedule
 
 __version__ = "0.1.0"
 
@@ -76,3 +81,25 @@ __all__ = [
     "warm_init",
     "weight_decay",
 ]
+
+# What not every run needs is imported when it is asked for.
+_LATER = {
+    "Checkpoint": "hdet.checkpoint.load",
+    "ReplayLR": "hdet.replay",
+    "load": "hdet.checkpoint.load",
+    "make_schedule": "hdet.replay",
+    "replica_key": "hdet.checkpoint.sharded",
+    "save": "hdet.checkpoint.save",
+    "trackers": "hdet.trackers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'hdet' has no attribute {name!r}")
+    module = importlib.import_module(_LATER[name])
+    return module if name == "trackers" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -28,7 +28,7 @@ from hdet.rollback.rollback import Rollback
 from hdet.shards import check_shards, reshard
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Settings:
     """The arguments of an ensemble that hold for its whole life; `hdet.Ensemble` says what they mean.
 

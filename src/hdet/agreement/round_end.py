@@ -25,7 +25,7 @@ def check_same_replica(saved: dict[str, Any], replicas: Replicas) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Claim:
     """Something that must be the same on every replica: what it is, what to do if not, and its value here.
 

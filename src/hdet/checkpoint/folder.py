@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -77,7 +76,7 @@ def begin(path: Path) -> Path:
     for name in _names(path):
         if name.startswith(_UNFINISHED):
             shutil.rmtree(path / name, ignore_errors=True)
-    temporary = path / f"{_UNFINISHED}{secrets.token_hex(4)}"
+    temporary = path / f"{_UNFINISHED}{os.urandom(4).hex()}"
     temporary.mkdir()
     return temporary
 
