@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,13 @@ def reshard(model: nn.Module | None) -> None:
 
     The next forward pass would use them, whatever was written into the parts meanwhile. Sends nothing.
     """
-    for module in model.modules() if model is not None else ():
-        if is_a("FSDPModule", module):
-            module.reshard()  # type: ignore[operator]
+    for module in gathering(model):
+        module.reshard()
+
+
+def gathering(model: nn.Module | None) -> list[Any]:
+    """The modules that FSDP2 gathers weights for."""
+    return [module for module in model.modules() if is_a("FSDPModule", module)] if model is not None else []
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:

@@ -11,7 +11,7 @@ from hdet import converge
 from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.hyperparameters.in_forward import InForward
 from hdet.hyperparameters.in_groups import InGroups
-from hdet.shards import is_dtensor, part, reshard
+from hdet.shards import gathering, is_dtensor, part
 
 
 class Tensors:
@@ -40,6 +40,7 @@ class Tensors:
         self._explored = {h.key for h in hyperparameters if isinstance(h, InGroups) and h.diverges}
         self._forward = [h for h in hyperparameters if isinstance(h, InForward)]
         self._trained: set[int] = set()
+        self._gathering = gathering(model)
 
     def begin_round(self) -> None:
         """Note what is trained now: it is averaged at the round's end even if it has been frozen by then."""
@@ -48,7 +49,8 @@ class Tensors:
 
     def reshard(self) -> None:
         """Before and after weights are written: see `shards.reshard`."""
-        reshard(self._model)
+        for module in self._gathering:
+            module.reshard()
 
     @property
     def in_parts(self) -> bool:

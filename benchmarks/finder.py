@@ -1,0 +1,91 @@
+"""How much the rate that find_lr answers depends on the rate that it begins from, and what it costs.
+
+    python benchmarks/finder.py run          # what is missing of results/finder.jsonl: a quarter of an hour of one core
+    python benchmarks/finder.py table        # standard deviations of its logarithm, and costs
+
+Every search is one line. The starts are multiples of the best rate of a sweep at the long size (`quality.py sweep`);
+cost is in training steps, a forward pass being a third of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results" / "finder.jsonl"
+STARTS = {"1/30": 1 / 30, "1/10": 1 / 10, "1/3": 1 / 3, "1": 1.0, "3": 3.0, "10": 10.0}
+BEST = {
+    ("flights", "adamw"): 1e-4, ("flights", "sgd"): 5e-4, ("text", "adamw"): 4e-3, ("text", "sgd"): 0.064,
+    ("digits", "adamw"): 8e-3, ("digits", "sgd"): 0.128,
+}  # fmt: skip
+SEEDS = (0, 1, 2)
+
+
+def known() -> list[dict]:
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def search(task: str, optimizer: str, seed: int, start: float) -> dict:
+    """One search, in this process."""
+    import hdet  # noqa: PLC0415
+    from hdet.lab.finder import find  # noqa: PLC0415
+    from hdet.lab.options import RunOptions  # noqa: PLC0415
+
+    options = RunOptions(
+        task, size="long", seed=seed, optimizer=optimizer, peak_lr=start, replicas=1, controller="auto"
+    )
+    made = options.make_task()
+
+    def work() -> hdet.FoundRate:
+        model = hdet.data_parallel(made.model())
+        return find(options, made, model, made.optimizer(model, start, optimizer), outer_step=0.5)
+
+    found = hdet.in_process(work, 1)[0]
+    return {"rate": found.rate, "cost": round(found.steps + found.samples / 3 / made.global_batch)}
+
+
+def run() -> None:
+    """Every search that has no line yet."""
+    done = {tuple(row[key] for key in ("task", "optimizer", "seed", "start")) for row in known()}
+    for (task, optimizer), best in BEST.items():
+        for seed in SEEDS:
+            for start, factor in STARTS.items():
+                if (task, optimizer, seed, start) in done:
+                    continue
+                about = {"task": task, "optimizer": optimizer, "seed": seed, "start": start}
+                row = about | search(task, optimizer, seed, float(f"{best * factor:.6g}"))
+                with RESULTS.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+
+
+def spread(rows: list[dict]) -> float:
+    return statistics.stdev(math.log(row["rate"]) for row in rows)
+
+
+def table() -> None:
+    """By task and optimizer: the standard deviation for each seed, over three and over all starts, and the costs."""
+    print("| | 1/30, 1 and 10, by seed | six starts, by seed | cost |\n|---|---|---|---|")
+    for task, optimizer in BEST:
+        mine = [row for row in known() if (row["task"], row["optimizer"]) == (task, optimizer)]
+        by_seed = [[row for row in mine if row["seed"] == seed] for seed in SEEDS]
+        if any(len(rows) < len(STARTS) for rows in by_seed):
+            continue
+        three = [spread([row for row in rows if row["start"] in ("1/30", "1", "10")]) for rows in by_seed]
+        costs = [row["cost"] for row in mine]
+        cells = [" ".join(f"{value:.2f}" for value in values) for values in (three, map(spread, by_seed))]
+        print(f"| {task}, {optimizer} | {cells[0]} | {cells[1]} | {min(costs)} to {max(costs)} |")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "table"))
+    {"run": run, "table": table}[parser.parse_args().what]()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
