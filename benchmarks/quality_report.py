@@ -153,11 +153,11 @@ def _sweep_cost(study: Study) -> str:
 
 
 def readme_table(rows: Iterable[dict], on_grid: OnGrid) -> str:
-    """The means alone, with AdamW."""
+    """The means alone, with AdamW, where `Auto` was run."""
     lines = [f"| start, times the best rate | {' | '.join(STARTS)} | cost |", "|---|" + "---|" * (len(STARTS) + 1)]
     for study in studies(rows, on_grid):
         task, size, optimizer = study.about
-        if optimizer != "adamw":
+        if optimizer != "adamw" or not study.of("auto"):
             continue
         where = f"{task}, {size}"
         for name, method in METHODS.items():
