@@ -60,6 +60,7 @@ def main() -> None:
         with torch.no_grad():
             held_out = cross_entropy(model.module(images[1200:]), labels[1200:]).item()
         print(f"held-out loss: {halfway:.4f} halfway, {held_out:.4f} at the end")
+    dist.barrier()  # nobody leaves while others still talk to it
     dist.destroy_process_group()
 
 

@@ -50,6 +50,7 @@ def main() -> None:
     if rank == 0:
         with torch.no_grad():
             print(f"held-out loss: {cross_entropy(model.module(images[1200:]), labels[1200:]):.4f}")
+    dist.barrier()  # nobody leaves while others still talk to it
     dist.destroy_process_group()
 
 

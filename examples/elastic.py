@@ -74,6 +74,7 @@ def main() -> None:
             held_out = cross_entropy(model(images[1200:]), labels[1200:])
         print(f"held-out loss after {options.steps} steps: {held_out:.6f}")
     if dist.is_initialized():
+        dist.barrier()  # nobody leaves while others still talk to it
         dist.destroy_process_group()
 
 

@@ -52,6 +52,7 @@ def main() -> None:
     if RANK == 0:
         print(f"{found}\nheld-out loss after {STEPS} steps: {loss_fn(model, held_out).item():.4f}")
     if dist.is_initialized():
+        dist.barrier()  # nobody leaves while others still talk to it
         dist.destroy_process_group()
 
 

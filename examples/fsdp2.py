@@ -65,6 +65,7 @@ def main() -> None:
     first = next(model.parameters()).to_local()
     print(f"rank {RANK}: replica {ensemble.replicas.rank}, {first.shape[0]} of 128 rows, held-out loss {held_out:.6f}")
     ensemble.close()
+    dist.barrier()  # nobody leaves while others still talk to it
     dist.destroy_process_group()
 
 

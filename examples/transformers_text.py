@@ -72,6 +72,7 @@ def main() -> None:
         print(f"rounds: {callback.ensemble.progress['round']}")
         print(f"held-out loss: {loss:.4f}")
     if dist.is_initialized():
+        dist.barrier()  # nobody leaves while others still talk to it
         dist.destroy_process_group()
 
 
