@@ -27,7 +27,8 @@ from overhead import SMOKE, VOCABULARY, Row, Sizes, language_model, launch
 from torch import nn
 
 import hdet
-from hdet.converge import average, whole_state
+from hdet import optimizer_state
+from hdet.converge import average
 from hdet.guard.gradients import GradientGuard, finite
 from hdet.replicas import Replicas
 from hdet.rollback.snapshot import Snapshot
@@ -70,7 +71,7 @@ def measure_round_end(sizes: Sizes) -> dict[str, list[float]]:
     model = nn.parallel.DistributedDataParallel(language_model(*sizes.model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     train_step(model, optimizer, sizes)
-    weights, state, replicas = [p.detach() for p in model.parameters()], whole_state([optimizer]), Replicas()
+    weights, state, replicas = [p.detach() for p in model.parameters()], optimizer_state.all_of([optimizer]), Replicas()
     snapshot = Snapshot(replicas)
     snapshot.save([*weights, *state])
     ways = {

@@ -9,7 +9,7 @@ from cases import drawn
 from processes import run
 from torch import nn, optim
 
-from hdet import converge
+from hdet import converge, optimizer_state
 from hdet.replicas import Replicas
 
 
@@ -152,11 +152,11 @@ def test_optimizer_state_is_averaged_where_it_can_differ(make, differs):
     optimizer = make([p])
     p.grad = torch.ones(4)
     optimizer.step()
-    assert converge.state_can_differ(optimizer, {"lr"}) is differs
-    found = converge.optimizer_state([optimizer], {"lr"})
+    assert optimizer_state.can_differ(optimizer, {"lr"}) is differs
+    found = optimizer_state.that_differs([optimizer], {"lr"})
     assert bool(found) is differs
     assert not any(t is optimizer.state[p].get("step") for t in found)
-    assert converge.state_can_differ(optimizer, {"lr", "betas"})
+    assert optimizer_state.can_differ(optimizer, {"lr", "betas"})
 
 
 def test_layout_tells_shapes_and_dtypes_apart():

@@ -661,11 +661,24 @@ class Ensemble:
             proposed = self._steering.update(report)
         rows = self._recorder.rows(seen, trained, proposed, self._steering)
         return RoundRecord(
-            at.round, at.step, full, judged.scores, rows, judged.probe, judged.start,
-            time.perf_counter() - self._clock, seconds, self._judge.seconds, self._events(),
-            at.step_in_round, self.total_steps, self._rounds.over or self._finishing, self._outer.amount,
-            "local" if self._settings.local else "shared", self.replicas.ranks.rank,
-        )  # fmt: skip
+            round=at.round,
+            step=at.step,
+            full=full,
+            scores=judged.scores,
+            hyperparameters=rows,
+            probe=judged.probe,
+            start=judged.start,
+            round_seconds=time.perf_counter() - self._clock,
+            converge_seconds=seconds,
+            probe_seconds=self._judge.seconds,
+            events=self._events(),
+            steps=at.step_in_round,
+            total_steps=self.total_steps,
+            last=self._rounds.over or self._finishing,
+            outer_step=self._outer.gain,
+            gradients="local" if self._settings.local else "shared",
+            replica=self.replicas.ranks.rank,
+        )
 
     def _unjudged(self) -> RoundRecord:
         """The record of a round in which nothing was gathered: where the schedule was, and what a controller picked."""

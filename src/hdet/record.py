@@ -82,7 +82,7 @@ class RoundRecord:
         steps: optimizer steps of this round.
         total_steps: optimizer steps of the whole run, if known.
         last: whether the run ends with it. A `finish()` at a round's end makes a last record of 0 steps.
-        outer_step: how much of a round's way the run takes when it ends; None if it is not known.
+        outer_step: how many times the way of a round the run takes, in the long run; None if it is not known.
         gradients: "shared" or "local"; None if it is not known.
         replica: the replica that it was handed to, from 0, or the rank of a sharded one; None if read from a file.
     """

@@ -203,11 +203,17 @@ def _chosen(hyperparameters: Mapping[str, Any], only: Sequence[str] | None) -> M
 def _notices(told: Mapping[str, Any]) -> list[str]:
     """What makes plain training with it another thing than the run was."""
     found = []
-    if (told.get("outer_step") or 1.0) < 1:
+    taken = told.get("outer_step") or 1.0
+    if taken > 1:
         found.append(
-            f"the schedule was learned with an outer step of {told['outer_step']:g}, which forgives rates that are too "
+            f"the schedule was learned with an outer optimizer that goes {taken:g} times the way of a round; replay it "
+            "with the same one: hdet.Ensemble(..., outer_step=hdet.Nesterov(...))"
+        )
+    if taken < 1:
+        found.append(
+            f"the schedule was learned with an outer step of {taken:g}, which forgives rates that are too "
             "high for plain training; replay it with the same one: "
-            f"hdet.Ensemble(..., outer_step={told['outer_step']:g})"
+            f"hdet.Ensemble(..., outer_step={taken:g})"
         )
     if told.get("gradients") == "local":
         found.append(

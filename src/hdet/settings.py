@@ -89,7 +89,7 @@ class Settings:
         """What must be the same on all replicas before the first step."""
         options = {**self.options(), "replicas": replicas, "start_step": start_step, "probe": _kind(self.probe)}
         return fingerprint(
-            options, self.optimizers, self.model, self.hyperparameters, followers, sharded=not self.diverges
+            options, self.optimizers, self.model, self.hyperparameters, followers, compare_tensors=self.diverges
         )
 
 
@@ -138,18 +138,32 @@ def read_settings(
     if rollback is not None and not any(map(_is_rate, explorable)):
         explorable.append(learning_rate(optimizers, spread=0.0))  # to be cut
     local = gradients == "local"
+    outer = OuterStep(told.outer_step if outer_step is None else outer_step)
     settings = Settings(
-        optimizers, tuple(explorable), explored, wants, told, probe, model, total_steps,
-        checks.check_interval(interval, total_steps, bool(explored) or local, told.interval),
-        checks.check_design(design or told.design), local,
-        OuterStep(told.outer_step if outer_step is None else outer_step).given,
-        average_state,
-        None if rollback is None else checks.check_rollback(rollback),
-        bool(guard), checks.check_limits(limits), bool(atomic), act, where, seed,
-    )  # fmt: skip
+        optimizers=optimizers,
+        hyperparameters=tuple(explorable),
+        explored=explored,
+        controller=wants,
+        plan=told,
+        probe=probe,
+        model=model,
+        total_steps=total_steps,
+        interval=checks.check_interval(interval, total_steps, bool(explored) or local, told.interval),
+        design=checks.check_design(design or told.design),
+        local=local,
+        outer_step=outer.given,
+        average_state=average_state,
+        rollback=None if rollback is None else checks.check_rollback(rollback),
+        guarded=bool(guard),
+        limits=checks.check_limits(limits),
+        atomic=bool(atomic),
+        act=act,
+        where=where,
+        seed=seed,
+    )
     no_effect.warn_without_effect(wants, act, bool(explored), settings.interval, total_steps)
     no_effect.warn_of_probe(wants, probe, told, local)
-    no_effect.warn_of_outer_step(OuterStep(settings.outer_step), settings.interval, total_steps)
+    no_effect.warn_of_outer_step(outer, settings.interval, total_steps)
     return settings
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet import converge
+from hdet import converge, optimizer_state
 from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.hyperparameters.in_forward import InForward
 from hdet.hyperparameters.in_groups import InGroups
@@ -92,21 +92,21 @@ class Tensors:
         """What replicas can differ in and must not at the end of a round: the weights, and optimizer state."""
         if self._keeps_state:
             return self.weights()
-        return self.weights() + converge.optimizer_state(self._optimizers, self._explored, self._local)
+        return self.weights() + optimizer_state.that_differs(self._optimizers, self._explored, self._local)
 
     def own_state(self) -> list[Tensor]:
         """The optimizer state that each replica keeps to itself until the run ends."""
-        return converge.optimizer_state(self._optimizers, self._explored, self._local) if self._keeps_state else []
+        return optimizer_state.that_differs(self._optimizers, self._explored, self._local) if self._keeps_state else []
 
     def state(self) -> list[Tensor]:
         """All optimizer state, whether replicas can differ in it or not."""
-        return converge.whole_state(self._optimizers)
+        return optimizer_state.all_of(self._optimizers)
 
     def fill_state(self) -> None:
         """Give optimizers that have not stepped yet the state of a first step, so that all replicas have the same."""
         for optimizer in self._optimizers:
             if not optimizer.state:
-                converge.create_state(optimizer)
+                optimizer_state.create(optimizer)
 
     def kept(self) -> tuple[list[Tensor], list[Tensor]]:
         """What a snapshot holds: what is equal on all replicas at a round's end, and what is this replica's own."""

@@ -35,7 +35,7 @@ def fingerprint(
     model: nn.Module | None = None,
     hyperparameters: Sequence[Hyperparameter] = (),
     followers: Iterable[Tensor] = (),
-    sharded: bool = False,
+    compare_tensors: bool = True,
 ) -> Claims:
     """Everything that must be the same on all replicas.
 
@@ -45,10 +45,10 @@ def fingerprint(
         model: names the parameters, and has buffers.
         hyperparameters: what is explored.
         followers: tensors that are averaged along.
-        sharded: ranks may hold different parts of one model: its tensors are not compared.
+        compare_tensors: False where ranks may hold different parts of one model.
     """
     parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    tensors = {} if sharded else {**_tensors(parameters, model), **_followers(model, followers)}
+    tensors = {**_tensors(parameters, model), **_followers(model, followers)} if compare_tensors else {}
     return {
         "versions": {
             "hdet": _version(),

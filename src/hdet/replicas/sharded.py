@@ -60,7 +60,7 @@ class ShardedReplicas(Replicas):
 
     def all_true(self, mine: bool) -> bool:
         """Whether this holds on every rank. Collective."""
-        return all(row[0] for row in self._whole.gather(torch.tensor([float(mine)], device=self.device)))
+        return all(row[0] for row in self._whole.gather(torch.tensor([mine], dtype=torch.float64, device=self.device)))
 
     def gather(self, values: Tensor) -> list[list[float]]:
         """Every replica's numbers: the mean of its ranks' vectors."""
