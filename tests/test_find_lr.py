@@ -343,7 +343,7 @@ def test_what_was_found_can_be_read_printed_and_drawn(tmp_path):
     assert f"learning rate {found.rate:.3g}" in str(found)
     assert "\n" not in str(found)
     assert found.factor == 2.0
-    assert found.cost > found.steps == 2 * len(found.coarse) + 4 * len(found.fine)
+    assert found.cost > found.steps == 2 * len(found.coarse) + 8 * len(found.fine)
     assert found.samples == 3 * SAMPLES * (1 + len(found.coarse) + len(found.fine))
     assert pickle.loads(pickle.dumps(found)) == found
     found.plot(tmp_path / "found.png")
@@ -444,7 +444,7 @@ def test_a_known_valley(bottom, width):
     expected = max(-width / math.sqrt(2), math.log(first_curve[0][0] / bottom))  # the ramp may begin in the valley
     assert math.log(half_way / bottom) == pytest.approx(expected, abs=0.5)
     curve = walk(fine, rates(fine, half_way), losses)
-    assert curve == twin(losses, 1.0, 4, 5, rates(fine, half_way), "fine")
+    assert curve == twin(losses, 1.0, 8, 3, rates(fine, half_way), "fine")
     low, high = fine.interval(curve, 1.0)
     assert math.log(low / bottom) == pytest.approx(-width * math.sqrt(0.1), abs=0.1)
     assert math.log(high / bottom) == pytest.approx(width * math.sqrt(0.1), abs=0.1)
@@ -481,7 +481,7 @@ def test_a_ramp_ends_at_four_times_the_lowest_or_at_its_last_step():
     flat = walk(Fine(), rates(Fine(), 4.0), lambda rate: 0.5 if rate > 3 else 1.0)
     assert flat[-1][0] == pytest.approx(4 * next(r for r, _ in flat if r > 3), rel=0.3)
     assert Fine().interval(flat, 1.0)[1] == flat[-1][0]
-    assert len(walk(Fine(), rates(Fine(), 4.0), lambda rate: 0.995)) == 115
+    assert len(walk(Fine(), rates(Fine(), 4.0), lambda rate: 0.995)) == 462 // 8
     assert Fine().interval(walk(Fine(), rates(Fine(), 4.0), lambda rate: 0.995), 1.0) is None
     assert Coarse().half_way(walk(Coarse(), rates(Coarse(), 1.0), lambda rate: 1.0), 1.0) is None
     assert Coarse().half_way([], 1.0) is None

@@ -61,8 +61,8 @@ class Coarse:
 class Fine:
     """At most 462 steps from A/4 on, 2 % more in each: from where to where the loss is low."""
 
-    every = 4
-    width = 5
+    every = 8
+    width = 3
 
     def ramp(self, half_way: float) -> list[tuple[int, float]]:
         """(index, rate) of each step."""
@@ -81,7 +81,9 @@ class Fine:
         return curve[-1][0] < 4 * curve[0][0]
 
     def interval(self, curve: Curve, first: float) -> tuple[float, float] | None:
-        """(lo, hi): the first rates with 90 % of the drop made, and with 10 % of it lost again; None without a drop."""
+        """(lo, hi): the first rates with 90 % of the drop made, and with 10 % of it lost again, interpolated between
+        the points; None without a drop.
+        """
         values = smooth(curve, first, self.width)
         lowest = min(values, default=first)
         if not lowest < _FALLEN * first:
@@ -89,8 +91,10 @@ class Fine:
         edge = lowest + 0.1 * (first - lowest)
         at = values.index(lowest)
         low = next(k for k, v in enumerate(values) if v <= edge)
-        high = next((k for k in range(at, len(values)) if values[k] > edge), len(values) - 1)
-        return curve[low][0], curve[high][0]
+        high = next((k for k in range(at, len(values)) if values[k] > edge), None)
+        return _crossing(curve, values, low, edge), curve[-1][0] if high is None else _crossing(
+            curve, values, high, edge
+        )
 
 
 def smooth(curve: Curve, first: float, width: int) -> list[float]:
@@ -122,6 +126,19 @@ def default_factor(outer_step: float) -> float:
     (low, high), (widest, plain) = _OUTER_STEPS, _FACTORS
     part = (max(outer_step, low) - low) / (high - low)
     return float(widest ** (1 - part) * plain**part)
+
+
+def _crossing(curve: Curve, values: Sequence[float], after: int, edge: float) -> float:
+    """The rate at which the losses cross `edge` on their way to the point `after`, on a line in the rate's logarithm.
+
+    >>> round(_crossing([(1.0, 3.0), (4.0, 1.0)], [3.0, 1.0], 1, 2.0), 9)
+    2.0
+    """
+    if after == 0:
+        return curve[0][0]
+    before = after - 1
+    part = (values[before] - edge) / (values[before] - values[after])
+    return float(curve[before][0] ** (1 - part) * curve[after][0] ** part)
 
 
 def _certain(curve: Curve, first: float, width: int) -> list[float]:
