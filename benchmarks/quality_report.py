@@ -27,10 +27,6 @@ def seconds(row: dict) -> float:
     return row.get("cpu_seconds", row["seconds"])
 
 
-def _clock(row: dict) -> float:
-    return row["seconds"]
-
-
 class Study(NamedTuple):
     """The rows of one task, size and optimizer, and what they are compared with.
 
@@ -134,10 +130,10 @@ def _percent(value: float) -> str:
 
 def _costs(study: Study, rows: list[dict], runs: int = 1) -> str:
     """In plain runs: what is charged, and what was measured."""
-    measured = all("cpu_seconds" in row for row in [*rows, *study.swept])
-    took = [statistics.median(map(seconds if measured else _clock, part)) for part in (rows, study.swept)]
     cost = runs * statistics.fmean(row.get("cost", 1.0) for row in rows)
-    return f"{cost:.2f} | {runs * took[0] / took[1]:.1f}"
+    took = [[row["cpu_seconds"] for row in part if "cpu_seconds" in row] for part in (rows, study.swept)]
+    ratio = f"{runs * statistics.median(took[0]) / statistics.median(took[1]):.1f}" if all(took) else ""
+    return f"{cost:.2f} | {ratio}"
 
 
 def _sweep_cost(study: Study) -> str:
@@ -293,7 +289,7 @@ ABOUT = """\
 Regret in %: held-out loss over that of the best rate of a sweep at the same length with the same seeds, minus 1. In
 brackets the worst seed and the number of seeds. Cost: all compute, in units of one plain run; a forward pass counts as
 a third of a step. What a finder, a probe or a score costs is taken from the steps of its own run. Time: seconds of a
-core over those of a plain run; by the clock of a machine that may have been busy where rows are older.
+core over those of a plain run, where the rows have them: both may have shared the machine with other runs.
 
 How each is run: the paper's controller with a temperature of 0.1 and a spread of 1/9 after a third of the run, four
 replicas; `Auto` as it comes; Prodigy and D-Adaptation with lr 1, the first under cosine annealing, the second under

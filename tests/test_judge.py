@@ -141,7 +141,9 @@ def test_a_rate_that_is_far_too_low_is_raised():
     assert found[0][0] > 30
     assert found[0][1] < 0.01
     assert "line search" in records[0].events[0]
-    last = records[-2].hyperparameters["learning_rate"]
+    probed = [record for record in records if record.probe is not None]
+    assert {record.step for record in probed} == set(range(5, 51, 5))  # a quarter: then no fan-out, no probe
+    last = probed[-1].hyperparameters["learning_rate"]
     assert last.finding.startswith("learning_rate: x")
     assert set(last.memory) >= {"slope", "curvature"}
 

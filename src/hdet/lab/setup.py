@@ -70,13 +70,12 @@ def charged_steps(options: RunOptions, task: Task, found: FoundRate | None) -> i
 
 
 def _probing(options: RunOptions, steps: int, found: bool) -> float:
-    """What the probes of a run cost for each of its steps, in steps."""
+    """What the probes of a run cost for each of its steps, in steps. Without exploring there are none."""
     plan: Plan = make_controller(options, steps, found).plan(list(options.explored()), steps)
-    if all(plan.until.get(name, 1) == 0 for name in options.explored()):
-        return 0.0
+    part = max((plan.until.get(name, steps) for name in options.explored()), default=steps) / steps
     own = plan.interval or min(max(steps // 200, 1), 1000)
     interval = min(own, steps) if options.interval == "auto" else options.interval
-    return (options.replicas + 1) * _PROBE_BATCHES / 3 / interval
+    return part * (options.replicas + 1) * _PROBE_BATCHES / 3 / interval
 
 
 def make_smoothing(options: RunOptions) -> Scalar:

@@ -137,7 +137,9 @@ def _health(lines: Sequence[Mapping[str, Any]], status: Status) -> dict[str, str
     said += f" {'; '.join(wrong)}." if wrong else " All losses are finite, no rollback." if judged else ""
     means = [sum(known) / len(known) for row in judged if (known := [x for x in row if x is not None])]
     if means:
-        said += f" Loss {means[0]:.4g} in the first round, {means[-1]:.4g} in the last."
+        at = [line["step"] for row, line in zip(losses, lines, strict=True) if any(x is not None for x in row)][-1]
+        last = "the last" if at == lines[-1]["step"] else f"that of step {at}, the last with losses"
+        said += f" Loss {means[0]:.4g} in the first round, {means[-1]:.4g} in {last}."
     return {"title": "Health", "text": said, "tone": "good" if good else "bad"}
 
 

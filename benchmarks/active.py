@@ -1,0 +1,57 @@
+"""How long `Auto`'s line search should act in a run of 1,000 steps, and whether finding the rate first is better there.
+
+    python benchmarks/active.py digits 6.66667e-05,0.002,0.02 --seeds 2    # what is missing of results/active.jsonl
+    python benchmarks/active.py text 0.000333,0.01,0.1
+
+Every run is one line: a part of the run in which the line search acts, or "find_lr". All compute is charged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from quality_methods import one
+
+RESULTS = Path(__file__).parent / "results" / "active.jsonl"
+PARTS = (1.0, 0.4, 0.25, "find_lr")
+KEY = ("task", "active", "peak_lr", "seed")
+
+
+def run(about: dict) -> dict:
+    """One run of `Auto` with that part, four replicas in this process."""
+    from hdet import Auto, LineSearch  # noqa: PLC0415
+    from hdet.lab import setup  # noqa: PLC0415
+
+    finds = about["active"] == "find_lr"
+    controller = Auto(short=0) if finds else Auto(line_search=LineSearch(active=about["active"]))
+    setup.make_controller = lambda options, steps, found: controller
+    row = one({"size": "standard", "optimizer": "adamw", "method": "auto", **about})
+    return {key: row[key] for key in (*KEY, "held_out", "steps", "cpu_seconds")}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task")
+    parser.add_argument("rates")
+    parser.add_argument("--seeds", type=int, default=1)
+    arguments = parser.parse_args()
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    done = {tuple(row[key] for key in KEY): row for row in rows}
+    for part in PARTS:
+        for rate in map(float, arguments.rates.split(",")):
+            for seed in range(arguments.seeds):
+                about = {"task": arguments.task, "active": part, "peak_lr": rate, "seed": seed}
+                if tuple(about.values()) not in done:
+                    row = run(about)
+                    with RESULTS.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+                    done[tuple(about.values())] = row
+                print(*done[tuple(about.values())].values(), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
