@@ -9,6 +9,8 @@ Every run is one line: a part of the run in which the line search acts, or "find
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import json
 import sys
 from pathlib import Path
@@ -23,12 +25,18 @@ KEY = ("task", "active", "peak_lr", "seed")
 def run(about: dict) -> dict:
     """One run of `Auto` with that part, four replicas in this process."""
     from hdet import Auto, LineSearch  # noqa: PLC0415
-    from hdet.lab import setup  # noqa: PLC0415
+    from hdet.lab import setup, start  # noqa: PLC0415
 
-    finds = about["active"] == "find_lr"
-    controller = Auto(short=0) if finds else Auto(line_search=LineSearch(active=about["active"]))
-    setup.make_controller = lambda options, steps, found: controller
-    row = one({"size": "standard", "optimizer": "adamw", "method": "auto", **about})
+    made = setup.make_controller
+    if about["active"] == "find_lr":
+        start.Auto = functools.partial(Auto, short=0)
+    else:
+        search = LineSearch(active=about["active"])
+        setup.make_controller = lambda *given: dataclasses.replace(made(*given), line_search=search)
+    try:
+        row = one({"size": "standard", "optimizer": "adamw", "method": "auto", **about})
+    finally:
+        setup.make_controller, start.Auto = made, Auto
     return {key: row[key] for key in (*KEY, "held_out", "steps", "cpu_seconds")}
 
 
