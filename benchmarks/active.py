@@ -3,7 +3,8 @@
     python benchmarks/active.py digits 6.66667e-05,0.002,0.02 --seeds 2    # what is missing of results/active.jsonl
     python benchmarks/active.py text 0.000333,0.01,0.1
 
-Every run is one line: a part of the run in which the line search acts, or "find_lr". All compute is charged.
+Every run is one line: a part of the run in which the line search acts, or a kind of search before it: as released, as
+slow as for a long run, twice as fast. All compute is charged.
 """
 
 from __future__ import annotations
@@ -18,25 +19,27 @@ from pathlib import Path
 from quality_methods import one
 
 RESULTS = Path(__file__).parent / "results" / "active.jsonl"
-PARTS = (1.0, 0.4, 0.25, "find_lr")
+SEARCHES = {"find_lr, slow": None, "find_lr": 1000, "find_lr, fast": 125}  # for a run of how many steps
+PARTS = (1.0, 0.4, 0.25, *SEARCHES)
 KEY = ("task", "active", "peak_lr", "seed")
 
 
 def run(about: dict) -> dict:
-    """One run of `Auto` with that part, four replicas in this process."""
-    from hdet import Auto, LineSearch  # noqa: PLC0415
-    from hdet.lab import setup, start  # noqa: PLC0415
+    """One run of `Auto` with that part, in this process."""
+    from hdet import Auto, LineSearch, find_lr  # noqa: PLC0415
+    from hdet.lab import finder, setup, start  # noqa: PLC0415
 
-    made = setup.make_controller
-    if about["active"] == "find_lr":
-        start.Auto = functools.partial(Auto, short=0)
+    part, made, short = about["active"], setup.make_controller, Auto.short
+    if part in SEARCHES:
+        finder.find_lr = lambda *given, **named: find_lr(*given, **{**named, "total_steps": SEARCHES[part]})
     else:
-        search = LineSearch(active=about["active"])
-        setup.make_controller = lambda *given: dataclasses.replace(made(*given), line_search=search)
+        Auto.short, search = 1000, LineSearch(active=part)
+        start.Auto = functools.partial(Auto, short=1000)
+        setup.make_controller = lambda *given: dataclasses.replace(made(*given), line_search=search, short=1000)
     try:
         row = one({"size": "standard", "optimizer": "adamw", "method": "auto", **about})
     finally:
-        setup.make_controller, start.Auto = made, Auto
+        finder.find_lr, setup.make_controller, start.Auto, Auto.short = find_lr, made, Auto, short
     return {key: row[key] for key in (*KEY, "held_out", "steps", "cpu_seconds")}
 
 

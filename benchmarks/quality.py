@@ -48,7 +48,7 @@ class Part(NamedTuple):
     starts: tuple[str, ...] | None = None
 
 
-ALL = tuple(name for name in METHODS if name != "line search")  # at these sizes `auto` is the line search
+ALL = tuple(name for name in METHODS if name != "line search")  # see active.py
 MAIN = tuple(name for name in ALL if name not in ("hypergradient, constant", "hypergradient, relative"))
 SET = (
     Part("flights", "standard", ALL),

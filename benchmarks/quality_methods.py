@@ -76,16 +76,19 @@ def one(run: dict, steps: int | None = None) -> dict:
     """
     import torch  # noqa: PLC0415
 
+    from hdet import Auto  # noqa: PLC0415
     from hdet.lab.options import RunOptions  # noqa: PLC0415
 
     torch.set_num_threads(1)
     method = METHODS[run["method"]]
-    fans_out = run["method"] in ("paper", "line search") or (run["method"] == "auto" and run["size"] != "long")
-    alone = method.kind == "population" or (not fans_out and run["task"] != "digits")
     options = RunOptions(
         run["task"], size=run["size"], seed=run["seed"], optimizer=run["optimizer"], peak_lr=run["peak_lr"],
-        replicas=1 if alone else 4, steps=steps, **{"controller": "none", **method.options},
+        steps=steps, **{"controller": "none", **method.options},
     )  # fmt: skip
+    searches = run["method"] == "auto" and options.make_task().steps <= Auto.short
+    fans_out = searches or run["method"] in ("paper", "line search")
+    alone = method.kind == "population" or (not fans_out and run["task"] != "digits")
+    options = options.replace(replicas=1 if alone else 4)
     started, worked = time.time(), time.process_time()
     with _counted() as stepped:
         result, curve = _trained(method, options)

@@ -42,7 +42,9 @@ def main() -> None:
         return loss_fn(model, train_set[chosen[RANK::REPLICAS]])
 
     probe = Probe(train_set, loss_fn, size=512)  # four global batches
-    found = find_lr(model, optimizer, lambda i: loss_of_step(i).backward(), probe=probe, outer_step=0.5)
+    found = find_lr(
+        model, optimizer, lambda i: loss_of_step(i).backward(), probe=probe, total_steps=STEPS, outer_step=0.5
+    )
     scheduler = OneCycleAutoLR(optimizer, found.rate, total_steps=STEPS, outer_step=0.5, model_sync_interval=10)
     for step in range(STEPS):
         loss_of_step(step).backward()

@@ -19,14 +19,14 @@ def report(multipliers, total_steps, step=100):
 @pytest.mark.parametrize(
     ("names", "total_steps", "interval", "outer_step", "design", "until", "finds"),
     [
-        (["learning_rate"], 800, 5, 1.0, "permutations", {"learning_rate": 200}, False),
-        (["learning_rate"], 1000, 5, 1.0, "permutations", {"learning_rate": 250}, False),
-        (["learning_rate"], 1001, 10, 0.5, "permutations", {"learning_rate": 0}, True),
+        (["learning_rate"], 400, 5, 1.0, "permutations", {"learning_rate": 100}, False),
+        (["learning_rate"], 500, 5, 1.0, "permutations", {"learning_rate": 125}, False),
+        (["learning_rate"], 501, 10, 0.5, "permutations", {"learning_rate": 0}, True),
         (["learning_rate"], None, 10, 0.5, "permutations", {"learning_rate": 0}, True),
-        (["learning_rate", "momentum"], 800, 5, 1.0, "turns", {"learning_rate": 200}, False),
+        (["learning_rate", "momentum"], 400, 5, 1.0, "turns", {"learning_rate": 100}, False),
         (["learning_rate", "momentum"], 8000, 10, 0.5, "permutations", {"learning_rate": 0}, True),
         (["learning_rate", "a", "b"], 8000, 10, 0.5, "orthogonal", {"learning_rate": 0}, True),
-        (GROUPS, 800, 5, 1.0, "turns", dict.fromkeys(GROUPS, 200), False),
+        (GROUPS, 400, 5, 1.0, "turns", dict.fromkeys(GROUPS, 100), False),
         (GROUPS, 8000, 10, 0.5, "permutations", dict.fromkeys(GROUPS, 0), True),
         (["weight_decay"], 800, None, 1.0, "permutations", {}, False),
         (["weight_decay", "momentum"], 8000, None, 1.0, "orthogonal", {}, False),
@@ -41,9 +41,9 @@ def test_the_plan(names, total_steps, interval, outer_step, design, until, finds
 
 
 def test_the_reasons_are_given_in_words():
-    short = hdet.Auto().plan(["learning_rate", "weight_decay"], 800).why
+    short = hdet.Auto().plan(["learning_rate", "weight_decay"], 400).why
     assert short["learning_rate"].startswith("line search (neutral)")
-    assert "800 steps" in short["learning_rate"]
+    assert "400 steps" in short["learning_rate"]
     assert short["weight_decay"].startswith("slopes")
     assert "8000 steps" in hdet.Auto().plan(["learning_rate"], 8000).why["learning_rate"]
     assert "unknown length" in hdet.Auto().plan(["learning_rate"], None).why["learning_rate"]
@@ -51,7 +51,7 @@ def test_the_reasons_are_given_in_words():
 
 def test_each_hyperparameter_is_moved_by_its_own_controller():
     auto, names = hdet.Auto(), ["weight_decay", "learning_rate"]
-    seen = report(dict.fromkeys(names, RUNGS), 800)
+    seen = report(dict.fromkeys(names, RUNGS), 400)
     after = auto.update(auto.init(names), seen)
     assert list(after) == names
     for name, controller in (("learning_rate", auto.line_search), ("weight_decay", auto.slope)):
@@ -64,7 +64,7 @@ def test_in_turns_only_the_one_that_varied_is_moved():
     auto, names = hdet.Auto(), ["learning_rate", "weight_decay"]
     state = auto.init(names)
     for turn, other in (names, names[::-1]):
-        after = auto.update(state, report({turn: RUNGS, other: ONES}, 800))
+        after = auto.update(state, report({turn: RUNGS, other: ONES}, 400))
         assert after[turn] != state[turn]
         assert after[other] == state[other]
 

@@ -372,17 +372,17 @@ def test_a_run_whose_rate_was_found_goes_on_with_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("controller", "steps", "found"), [("slope", 2000, 0), ("auto", 1300, 0), ("auto", 1400, 300), ("auto", 1000, 0)]
+    ("controller", "steps", "found"), [("slope", 2000, 0), ("auto", 1300, 0), ("auto", 1400, 300), ("auto", 500, 0)]
 )
 def test_what_is_charged_is_what_the_run_that_is_left_costs(controller, steps, found):
-    explore = "learning_rate=2" if found or steps == 1000 else "weight_decay=0.3"
+    explore = "learning_rate=2" if found or steps == 500 else "weight_decay=0.3"
     options = RunOptions("digits", controller=controller, steps=steps, charge=True, explore=explore, replicas=4)
     told = hdet.FoundRate(1e-3, 1.0, ((1e-3,),), (1e-3, 1e-3), 1.0, 2.0, [], [], found, 0, 0.0, 0.0) if found else None
     left = setup.charged_steps(options, options.make_task(), told)
     plan = setup.make_controller(options, left, bool(found)).plan(list(options.explored()), left)
 
     def cost(length):
-        explored = {0: 1, 300: 0}[found] if steps != 1000 else round(length / 4) / length
+        explored = {0: 1, 300: 0}[found] if steps != 500 else round(length / 4) / length
         probing = explored * 5 * 4 / 3 / check_interval("auto", left, True, plan.interval)
         return length * (1 + probing) + found
 

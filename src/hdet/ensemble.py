@@ -256,8 +256,8 @@ class Ensemble:
         checks.check_all_rates(given.hyperparameters, given.optimizers)
         with self._switch.sharing(self.replicas.size):
             found = find_lr(
-                given.model, given.optimizers, step_fn, probe=given.probe, outer_step=min(self._outer.gain, 1.0),
-                also=also, **given.group_or_mesh,
+                given.model, given.optimizers, step_fn, probe=given.probe, total_steps=self.total_steps,
+                outer_step=min(self._outer.gain, 1.0), also=also, **given.group_or_mesh,
             )  # fmt: skip
         self._found = found
         if given.act:

@@ -12,7 +12,7 @@ from hdet.controllers.report import Plan, Report, State
 from hdet.controllers.slope import Slope
 
 _RULES = {
-    "short": Rule(lambda x: 0 <= x < math.inf, "be at least 0, a number of optimizer steps", "1000"),
+    "short": Rule(lambda x: 0 <= x < math.inf, "be at least 0, a number of optimizer steps", "500"),
     "outer_step": Rule(lambda x: 0 < x <= 1, "lie in (0, 1]", "0.5"),
 }
 
@@ -41,7 +41,7 @@ class Auto:
         outer_step: how much of a round's way is taken at converge in long runs with a learning rate.
         interval: optimizer steps per round that it asks for there.
 
-    >>> Auto().plan(["learning_rate", "weight_decay"], 800).design
+    >>> Auto().plan(["learning_rate", "weight_decay"], 400).design
     'turns'
     >>> Auto().plan(["learning_rate"], 8000).finds
     True
@@ -49,7 +49,7 @@ class Auto:
 
     line_search: LineSearch = field(default_factory=lambda: LineSearch(active=0.25))
     slope: Slope = field(default_factory=Slope)
-    short: int = 1000
+    short: int = 500
     finds: bool = True
     outer_step: float = 0.5
     interval: int = 10

@@ -66,7 +66,8 @@ def find(options: RunOptions, task: Task, model: nn.Module, optimizer: Optimizer
             line.show(count, loss.item(), f"{float(optimizer.param_groups[0]['lr']):.1e}")
 
     try:
-        return find_lr(model, optimizer, step, probe=make_probe(options, task), outer_step=outer_step)
+        probe = make_probe(options, task)
+        return find_lr(model, optimizer, step, probe=probe, total_steps=task.steps, outer_step=outer_step)
     except FindLRError as error:
         raise LabError(str(error)) from error
     finally:

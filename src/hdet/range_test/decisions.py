@@ -16,6 +16,10 @@ _COARSE = math.log(1e6) / 79  # what the logarithm of the rate grows by in a ste
 _FALLEN = 0.99
 _OUTER_STEPS = (0.5, 1.0)
 _FACTORS = (1.0, 0.5)
+_SPAN = 9.24  # of the logarithm of the rate, in the fine ramp
+_SCORED = 0.16  # of it, between two scores
+_GROWTH = (0.02, 0.08)  # of it, in a step: least and most
+_LONG = 8000  # steps of a run that is worth the slowest ramp
 
 
 class Coarse:
@@ -59,14 +63,26 @@ class Coarse:
 
 
 class Fine:
-    """At most 462 steps from A/4 on, 2 % more in each: from where to where the loss is low."""
+    """From A/4 on, some per cent more in each step: from where to where the loss is low.
 
-    every = 8
+    Args:
+        total_steps: the length of the run to come. 8,000 and more are worth 2 % a step, so at most 462; 1,000 have half
+            of that: the search is to cost a part of the run, and short runs want higher rates. None counts as long.
+
+    >>> [(steps, round(fine.growth, 3), fine.every) for steps in (None, 8000, 1000) for fine in [Fine(steps)]]
+    [(None, 0.02, 8), (8000, 0.02, 8), (1000, 0.04, 4)]
+    """
+
     width = 3
+
+    def __init__(self, total_steps: int | None = None) -> None:
+        low, high = _GROWTH
+        self.growth = low if total_steps is None else min(max(low * (_LONG / total_steps) ** (1 / 3), low), high)
+        self.every = round(_SCORED / self.growth)
 
     def ramp(self, half_way: float) -> list[tuple[int, float]]:
         """(index, rate) of each step."""
-        return [(j, half_way / 4 * math.exp(0.02 * j)) for j in range(462)]
+        return [(j, half_way / 4 * math.exp(self.growth * j)) for j in range(round(_SPAN / self.growth))]
 
     def over(self, curve: Curve, first: float) -> bool:
         """Whether to stop: the loss is dead, or the rate is 4 times that of the lowest loss."""

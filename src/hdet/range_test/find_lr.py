@@ -17,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from hdet.agreement.agreement import Agreement, claim
 from hdet.agreement.fingerprint import fingerprint
-from hdet.arguments import Rule, check_number
+from hdet.arguments import Rule, check_count, check_number
 from hdet.deepspeed import check_deepspeed
 from hdet.hooks import unwrap
 from hdet.probe.probe import Probe
@@ -39,6 +39,7 @@ def find_lr(
     step_fn: Callable[[int], Any],
     *,
     probe: Probe,
+    total_steps: int | None = None,
     outer_step: float = 1.0,
     factor: float | None = None,
     also: Sequence[Any] = (),
@@ -68,6 +69,8 @@ def find_lr(
             batch for the same index gives the same answer from every start. Gradients are cleared and the optimizer
             steps here.
         probe: what the weights are scored on; about four global batches. An iterable as its data moves on by one probe.
+        total_steps: the length of the training to come. A run of 1,000 steps gets a search half as long as one of 8,000
+            and more; None is taken for long.
         outer_step: that of the training to come; a half allows higher rates.
         factor: on sqrt(lo hi); by default 0.5, and 1.0 with an outer step of 1/2.
         also: further objects with `state_dict()` and `load_state_dict()` that steps change, such as samplers.
@@ -93,17 +96,19 @@ def find_lr(
     where = mesh or process_group
     with Agreement("hdet.find_lr", where):
         factor = _check_factor(outer_step, factor)
+        if total_steps is not None:
+            check_count("total_steps", total_steps)
         check_deepspeed(optimizer, model)
         optimizers = _optimizers(optimizer)
         _check(probe, step_fn, also)
         replicas = find_replicas(where)
         bench = Bench(model, optimizers, step_fn, probe, also, replicas)
-        given = {"outer_step": outer_step, "factor": factor, "probe": probe}
+        given = {"outer_step": outer_step, "factor": factor, "probe": probe, "total_steps": total_steps}
         claim(fingerprint(given, optimizers, model))
     replicas.arrive("hdet.find_lr")
     try:
         bench.require_agreement()
-        return _find(bench, factor)
+        return _find(bench, factor, Fine(total_steps))
     except FindLRError:
         raise
     except Exception as error:
@@ -116,7 +121,7 @@ def find_lr(
         replicas.close()
 
 
-def _find(bench: Bench, factor: float) -> FoundRate:
+def _find(bench: Bench, factor: float, fine: Fine) -> FoundRate:
     started = time.perf_counter()
     start = bench.start
     bench.rewind()
@@ -126,7 +131,7 @@ def _find(bench: Bench, factor: float) -> FoundRate:
             f"the probe's loss at the initial weights must be positive and finite, got {first}; check the weights and "
             "the probe's loss_fn, and add a constant to a loss that can be negative"
         )
-    coarse, fine = Coarse(), Fine()
+    coarse = Coarse()
     first_curve = bench.ramp(coarse.ramp(start), coarse.every, lambda curve: coarse.over(curve, first))
     half_way = coarse.half_way(first_curve, first)
     if half_way is None:
