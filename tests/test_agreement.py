@@ -142,6 +142,7 @@ KINDS = {
     "bad spread": (one_cycle, {}, {"ensemble_lr_spread_ratio": 1.5}, "ensemble_lr_spread_ratio must"),
     "bad factor": (find_lr, {}, {"factor": -1}, "factor must be positive"),
     "no probe": (find_lr, {}, {"probe": None}, "probe must be an hdet.Probe"),
+    "another length": (find_lr, {}, {"total_steps": 100}, "total_steps: 100 on replica 2, but None"),
     "another outer step": (find_lr, {}, {"outer_step": 0.5}, "outer_step: 0.5 on replica 2, but 1.0"),
     "bad noise": (warm_init, {}, {"noise": -1}, "noise must be at least 0"),
     "another noise": (warm_init, {}, {"noise": 0.1}, "noise: 0.1 on replica 2, but 0.01"),

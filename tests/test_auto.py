@@ -19,14 +19,14 @@ def report(multipliers, total_steps, step=100):
 @pytest.mark.parametrize(
     ("names", "total_steps", "interval", "outer_step", "design", "until", "finds"),
     [
-        (["learning_rate"], 400, 5, 1.0, "permutations", {"learning_rate": 100}, False),
-        (["learning_rate"], 500, 5, 1.0, "permutations", {"learning_rate": 125}, False),
+        (["learning_rate"], 400, 5, 1.0, "permutations", {"learning_rate": 400}, False),
+        (["learning_rate"], 500, 5, 1.0, "permutations", {"learning_rate": 500}, False),
         (["learning_rate"], 501, 10, 0.5, "permutations", {"learning_rate": 0}, True),
         (["learning_rate"], None, 10, 0.5, "permutations", {"learning_rate": 0}, True),
-        (["learning_rate", "momentum"], 400, 5, 1.0, "turns", {"learning_rate": 100}, False),
+        (["learning_rate", "momentum"], 400, 5, 1.0, "turns", {"learning_rate": 400}, False),
         (["learning_rate", "momentum"], 8000, 10, 0.5, "permutations", {"learning_rate": 0}, True),
         (["learning_rate", "a", "b"], 8000, 10, 0.5, "orthogonal", {"learning_rate": 0}, True),
-        (GROUPS, 400, 5, 1.0, "turns", dict.fromkeys(GROUPS, 100), False),
+        (GROUPS, 400, 5, 1.0, "turns", dict.fromkeys(GROUPS, 400), False),
         (GROUPS, 8000, 10, 0.5, "permutations", dict.fromkeys(GROUPS, 0), True),
         (["weight_decay"], 800, None, 1.0, "permutations", {}, False),
         (["weight_decay", "momentum"], 8000, None, 1.0, "orthogonal", {}, False),

@@ -160,7 +160,7 @@ CONTROLLERS = {
     "greedy": hdet.LineSearch(target="greedy"),
     "slope": hdet.Slope(),
     "evidence": hdet.Slope(evidence=2.0, anneal=False),
-    "auto": hdet.Auto(hdet.LineSearch(), short=1000),
+    "auto": hdet.Auto(short=1000),
     "auto, long": hdet.Auto(short=0),
     "own": OWN["TowardsTheBest"](),
 }

@@ -362,6 +362,8 @@ def test_drawing_without_matplotlib(monkeypatch, tmp_path):
     ("options", "message"),
     [
         ({"factor": 0}, "factor must be positive"),
+        ({"total_steps": 0}, "total_steps must be at least 1"),
+        ({"total_steps": 1e3}, "total_steps must be an int"),
         ({"outer_step": 0.0}, "outer_step must lie in"),
         ({"outer_step": True}, "outer_step must be a number"),
         ({"also": [3]}, "also must hold objects with state_dict"),
@@ -435,16 +437,17 @@ def walk(stage, scales, losses, first=1.0):
 
 @pytest.mark.parametrize("bottom", [0.01, 0.3, 40.0])
 @pytest.mark.parametrize("width", [2.0, 4.0])
-def test_a_known_valley(bottom, width):
+@pytest.mark.parametrize(("total_steps", "every"), [(None, 8), (1000, 4), (10, 2)])
+def test_a_known_valley(bottom, width, total_steps, every):
     losses = valley(bottom, width)
-    coarse, fine = Coarse(), Fine()
+    coarse, fine = Coarse(), Fine(total_steps)
     first_curve = walk(coarse, rates(coarse, 1.0), losses)
     assert first_curve == twin(losses, 1.0, 2, 3, rates(coarse, 1.0), "coarse")
     half_way = coarse.half_way(first_curve, 1.0)
     expected = max(-width / math.sqrt(2), math.log(first_curve[0][0] / bottom))  # the ramp may begin in the valley
     assert math.log(half_way / bottom) == pytest.approx(expected, abs=0.5)
     curve = walk(fine, rates(fine, half_way), losses)
-    assert curve == twin(losses, 1.0, 8, 3, rates(fine, half_way), "fine")
+    assert curve == twin(losses, 1.0, every, 3, rates(fine, half_way), "fine")
     low, high = fine.interval(curve, 1.0)
     assert math.log(low / bottom) == pytest.approx(-width * math.sqrt(0.1), abs=0.1)
     assert math.log(high / bottom) == pytest.approx(width * math.sqrt(0.1), abs=0.1)
@@ -456,6 +459,10 @@ def test_ramps_span_what_they_should():
     assert (coarse[0], coarse[79]) == (pytest.approx(2e-3, rel=0.1), pytest.approx(2e3, rel=0.1))
     fine = rates(Fine(), 8.0)
     assert (len(fine), fine[0], fine[50]) == (462, 2.0, pytest.approx(2 * math.e))
+    for total_steps, steps in ((100_000, 462), (8000, 462), (1000, 231), (1, 116)):
+        short = rates(Fine(total_steps), 8.0)
+        assert (len(short), short[0]) == (steps, 2.0)
+        assert math.log(short[-1] / fine[-1]) == pytest.approx(0, abs=0.08)  # the same span, within a step
 
 
 def test_coarse_ramps_from_all_starts_meet_the_same_batches_at_the_same_rates():

@@ -124,9 +124,10 @@ def test_resume_in_mid_round_is_exact():
     run(resume, 2)
 
 
-def a_low_start():
+def a_low_start(active=1.0):
     """Thirty times too low, on a quadratic whose best rate is known: the line search finds it in one short run."""
-    model, o, ensemble, _ = make(controller=hdet.Auto(), total_steps=200, interval="auto", on_round=[records.append])
+    controller = hdet.Auto(hdet.LineSearch(active=active))
+    model, o, ensemble, _ = make(controller=controller, total_steps=200, interval="auto", on_round=[records.append])
     train(model, o, ensemble, 200)
     return ensemble.scales["learning_rate"], loss_fn(model, (X, Y)).item()
 
@@ -141,11 +142,16 @@ def test_a_rate_that_is_far_too_low_is_raised():
     assert found[0][0] > 30
     assert found[0][1] < 0.01
     assert "line search" in records[0].events[0]
-    probed = [record for record in records if record.probe is not None]
-    assert {record.step for record in probed} == set(range(5, 51, 5))  # a quarter: then no fan-out, no probe
-    last = probed[-1].hyperparameters["learning_rate"]
+    last = records[-2].hyperparameters["learning_rate"]
     assert last.finding.startswith("learning_rate: x")
     assert set(last.memory) >= {"slope", "curvature"}
+
+
+def test_a_line_search_that_has_ended_probes_no_more():
+    records.clear()
+    hdet.in_process(a_low_start, 4, 0.25)
+    assert {record.step for record in records if record.probe is not None} == set(range(5, 51, 5))
+    assert {record.step for record in records} == set(range(5, 201, 5))
 
 
 def test_what_cannot_work_is_refused():

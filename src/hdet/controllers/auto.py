@@ -22,7 +22,7 @@ class Auto:
     """Learning rates by a line search in short runs and before the run in long ones; everything else by slopes.
 
     - Learning rates (`learning_rate`, and `learning_rate/...` by parameter group) in a run of at most `short` steps:
-      the neutral `LineSearch`, in the first quarter of the run. Later rounds say little, and their probes cost steps.
+      the neutral `LineSearch`.
     - Learning rates in longer runs, and in runs of unknown length: found before the first step, then left to the
       schedule. They are not fanned out, and converge takes an outer step. Late in a long run a round says nothing
       about the rate.
@@ -47,7 +47,7 @@ class Auto:
     True
     """
 
-    line_search: LineSearch = field(default_factory=lambda: LineSearch(active=0.25))
+    line_search: LineSearch = field(default_factory=LineSearch)
     slope: Slope = field(default_factory=Slope)
     short: int = 500
     finds: bool = True
