@@ -100,12 +100,12 @@ DECAY = lambda o: [hdet.weight_decay(o, spread=0.3)]  # noqa: E731
 KINDS = {
     "seed": (ensemble, {}, {"seed": 5}, "seed: 5 on replica 2, but 0 on the others"),
     "interval": (ensemble, {}, {"interval": 6}, "interval: 6 on replica 2, but 5"),
-    "total steps": (ensemble, {}, {"total_steps": None}, "total_steps: null on replica 2, but 100"),
+    "total steps": (ensemble, {}, {"total_steps": None}, "total_steps: None on replica 2, but 100"),
     "controller": (ensemble, {}, {"controller": hdet.Softmax()}, "controller: Softmax("),
     "its option": (
         ensemble, {"controller": hdet.Softmax()}, {"controller": hdet.Softmax(momentum=0.5)}, "momentum=0.5",
     ),
-    "act": (ensemble, {}, {"act": False}, "act: false on replica 2"),
+    "act": (ensemble, {}, {"act": False}, "act: False on replica 2"),
     "spread": (ensemble, {}, {"spread": 0.0}, "learning_rate: InGroups(0.0,"),
     "ladder": (ensemble, {}, {"explored": LOG}, "learning_rate: InGroups(1.3, log"),
     "what is explored": (ensemble, {"explored": LINEAR}, {"explored": TWO}, "weight_decay: InGroups("),

@@ -157,7 +157,7 @@ def _compare_claims(shown: list[Claims], noun: str) -> dict[str, Any]:
     if not found:
         return {}  # the last digits of another machine's arithmetic
     item, values, remedy = found[0]
-    texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+    texts = [value if isinstance(value, str) else repr(value) for value in values]
     odd, usual = _odd(texts)
     seen = {text: [rank for rank in odd if texts[rank] == text] for text in dict.fromkeys(texts[rank] for rank in odd)}
     said = ", ".join(f"{text} on {who(ranks, noun)}" for text, ranks in list(seen.items())[:_MOST_NAMED])
