@@ -33,8 +33,8 @@ LAB = {  # part: name of the result, its title, the command of the lab, the file
     "returns": [
         (
             "returns-flights",
-            "What more replicas bring on flights, `Auto`, its cost charged",
-            ["returns", "flights", "--controller", "auto", "--charge"],
+            "What more replicas bring on flights, line search, its cost charged",
+            ["returns", "flights", "--controller", "line_search", "--charge"],
             "returns.json",
         )
     ],

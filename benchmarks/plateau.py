@@ -70,6 +70,8 @@ def search(task: str, optimizer: str, seed: int, start: str) -> dict[str, dict]:
         first, coarse = bench.score(), Coarse()
         curve = bench.ramp(coarse.ramp(bench.start), coarse.every, lambda curve: coarse.over(curve, first))
         half_way = coarse.half_way(curve, first)
+        if half_way is None:
+            raise RuntimeError(f"the coarse ramp of {task} from {start} finds no drop")
         before = _cost(bench, made)
         found = {}
         for name, variant in VARIANTS.items():
@@ -123,7 +125,7 @@ def table() -> None:
     print("| | variant | by seed, from 1/30, 1 and 10 | log-sd by seed | cost |\n|---|---|---|---|---|")
     for task, optimizer in BEST:
         mine = [row for row in known() if (row["task"], row["optimizer"]) == (task, optimizer)]
-        for name in VARIANTS if mine else ():
+        for name in VARIANTS if len(mine) == len(SEEDS) * len(CHOSEN) else ():
             by_seed = [[row["variants"][name]["middle"] for row in mine if row["seed"] == seed] for seed in SEEDS]
             best = BEST[task, optimizer]
             shown = "; ".join(" ".join("none" if m is None else f"{m / best:.3g}" for m in ms) for ms in by_seed)

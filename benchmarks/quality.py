@@ -54,7 +54,7 @@ class Part(NamedTuple):
     seeds: int | None = None
 
 
-ALL = tuple(name for name in METHODS if name != "line search")  # see active.py
+ALL = tuple(name for name in METHODS if name != "line search")  # at 1,000 steps it is no choice: active.py
 ONCE = ("hypergradient, constant", "hypergradient, relative")  # on one task
 SLOW = ("paper", "hypergradient")  # from three starts where a run takes minutes
 FAR = ("1/30", "1", "10")
@@ -200,7 +200,7 @@ LONGER_ON_DIGITS = {"paper": 1.2, "population, batch": 0.7, "population, steps":
 
 
 def seconds(rows: dict[tuple, dict], task: str, size: str, method: str) -> tuple[float, bool]:
-    """What one run takes on a core of its own: the median of those that were run, or an estimate."""
+    """What one run takes on one of two busy cores: the median of those that were run, or an estimate."""
     mine = [row for row in rows.values() if (row["task"], row["size"], row["method"]) == (task, size, method)]
     worked = [row["cpu_seconds"] for row in mine if "cpu_seconds" in row]
     if worked:

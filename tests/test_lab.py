@@ -22,7 +22,7 @@ from hdet.lab import cli, course, pictures, setup, summary
 from hdet.lab import demo as demos
 from hdet.lab import start as starts
 from hdet.lab import sweep as sweeps
-from hdet.lab.errors import OptionError
+from hdet.lab.errors import LabError, OptionError
 from hdet.lab.folder import RunFolder, read, read_lines
 from hdet.lab.lock import LOCK, locked
 from hdet.lab.options import RunOptions
@@ -388,6 +388,20 @@ def test_what_is_charged_is_what_the_run_that_is_left_costs(controller, steps, f
     assert cost(left) <= steps < cost(left + 1)
     until = {} if explore == "weight_decay=0.3" else {"learning_rate": 0 if found else left}
     assert (plan.outer_step, plan.until) == (0.5 if found else 1.0, until)
+
+
+def test_a_search_that_ends_is_charged_while_it_lasts(monkeypatch):
+    options = RunOptions("digits", controller="line_search", steps=1000, charge=True, replicas=4)
+    monkeypatch.setattr(setup, "make_controller", lambda *given: hdet.LineSearch(active=0.25))
+    left = setup.charged_steps(options, options.make_task(), None)
+    assert left == pytest.approx(1000 / (1 + 0.25 * 5 * 4 / 3 / 5), abs=2)
+
+
+def test_a_search_that_costs_the_whole_run_is_refused():
+    options = RunOptions("digits", controller="auto", steps=600, charge=True, replicas=4)
+    found = hdet.FoundRate(1e-3, 1.0, ((1e-3,),), (1e-3, 1e-3), 1.0, 2.0, [], [], 600, 0, 0.0, 0.0)
+    with pytest.raises(LabError, match="finding the rate costs all of the 600 steps; write --steps 2400"):
+        setup.charged_steps(options, options.make_task(), found)
 
 
 def hold(folder, is_in):

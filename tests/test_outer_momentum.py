@@ -98,6 +98,16 @@ def test_it_is_the_twin_to_the_last_digits(size, average_state):
             torch.testing.assert_close(found[rank][step], expected[rank], rtol=1e-12, atol=1e-12)
 
 
+def recorded():
+    records = []
+    train(parts(outer_step=hdet.Nesterov(0.7, 0.9), on_round=[records.append]), range(TOTAL))
+    return {(record.outer_step, record.outer_momentum) for record in records}
+
+
+def test_records_say_which_outer_optimizer_it_was():
+    assert hdet.in_process(recorded, 2) == [{(0.7, 0.9)}] * 2
+
+
 def test_it_is_the_step_of_torchs_sgd():
     torch.manual_seed(0)
     ours = [torch.randn(3, 2, dtype=torch.float64), torch.randn(4, dtype=torch.float64)]

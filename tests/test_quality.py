@@ -150,7 +150,8 @@ def test_a_member_takes_over_weights_state_and_rate():
 
 def made_up(method, rate, losses, **more):
     about = {"task": "text", "size": "standard", "optimizer": "adamw", "method": method, "peak_lr": rate}
-    return [{**about, "seed": s, "held_out": loss, "seconds": 10.0, **more} for s, loss in enumerate(losses)]
+    row = {**about, "seconds": 99.0, "cpu_seconds": 10.0, **more}
+    return [{**row, "seed": s, "held_out": loss} for s, loss in enumerate(losses)]
 
 
 MADE_UP = [
@@ -158,7 +159,7 @@ MADE_UP = [
     *made_up("plain", 8e-3, [2.5, 4.5]),
     *made_up("plain", 2e-3, [3.0]),
     *made_up("plain", 4e-2, [None, 5.0]),
-    *made_up("auto", 4e-4, [2.2, 4.2], seconds=20.0, curve=[[500, 8, 2.1], [1000, 15, 2.0]]),
+    *made_up("auto", 4e-4, [2.2, 4.2], cpu_seconds=20.0, curve=[[500, 8, 2.1], [1000, 15, 2.0]]),
     *made_up("schedule-free", 1e-3, [2.6, 4.6]),
     *made_up("schedule-free", 2.5e-3, [2.4, 4.4]),
     *made_up("schedule-free", 1e-2, [2.2, 4.4]),
@@ -178,6 +179,8 @@ def test_tables_by_hand():
     default, best = (cells for name, cells in lines.items() if name.startswith("Schedule-Free"))
     assert [cell.strip() for cell in default[:3]] == ["15.0 (20.0; 2)", "1.00", "1.0"]
     assert [cell.strip() for cell in best[:3]] == ["10.0 (10.0; 2)", "3.00", "3.0"]
+    old = [{key: value for key, value in row.items() if key != "cpu_seconds"} for row in MADE_UP]  # no time, then
+    assert "| 7.5 (10.0; 2) |  |  |  |  | 1.00 |  |" in quality_report.tables(old, quality.on_grid)
     assert "The sweep: 3 rates, so 3 plain runs with one seed" in text
     assert "2 plain runs saved" in text
 

@@ -37,6 +37,15 @@ def test_the_five_sentences():
     )
 
 
+def test_the_last_loss_may_be_of_an_earlier_round():
+    """A controller that has done its part explores no more, and nothing is gathered then."""
+    quiet = line(25, 1e-6, 4e6, [None, None])
+    quiet["hyperparameters"]["learning_rate"]["values"] = [1.0, 1.0]
+    assert told([*ANNEALED, quiet])["Health"]["text"].endswith(
+        "Loss 2.5 in the first round, 1.05 in that of step 20, the last with losses."
+    )
+
+
 def test_the_scale_is_told_where_it_mattered():
     """At the end of a schedule that goes to zero the factor runs away, and nobody trains with it."""
     said = told(ANNEALED)["Controller"]["text"]

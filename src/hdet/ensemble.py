@@ -675,7 +675,8 @@ class Ensemble:
             steps=at.step_in_round,
             total_steps=self.total_steps,
             last=self._rounds.over or self._finishing,
-            outer_step=self._outer.gain,
+            outer_step=self._outer.amount,
+            outer_momentum=self._outer.momentum,
             gradients="local" if self._settings.local else "shared",
             replica=self.replicas.ranks.rank,
         )

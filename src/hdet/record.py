@@ -82,7 +82,8 @@ class RoundRecord:
         steps: optimizer steps of this round.
         total_steps: optimizer steps of the whole run, if known.
         last: whether the run ends with it. A `finish()` at a round's end makes a last record of 0 steps.
-        outer_step: how many times the way of a round the run takes, in the long run; None if it is not known.
+        outer_step: how much of a round's way the run takes when it ends; None if it is not known.
+        outer_momentum: how much of the rounds before it is taken again, with `Nesterov`; None if it is not known.
         gradients: "shared" or "local"; None if it is not known.
         replica: the replica that it was handed to, from 0, or the rank of a sharded one; None if read from a file.
     """
@@ -102,6 +103,7 @@ class RoundRecord:
     total_steps: int | None = None
     last: bool = False
     outer_step: float | None = None
+    outer_momentum: float | None = None
     gradients: str | None = None
     replica: int | None = field(default=None, compare=False)
 

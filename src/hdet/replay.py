@@ -55,7 +55,7 @@ def make_schedule(records: Iterable[RoundRecord]) -> dict[str, Any]:
     ended = rounds[-1].last
     steps = rounds[-1].step if ended or rounds[-1].total_steps is None else rounds[-1].total_steps
     about = {"kind": _KIND, "version": VERSION, "total_steps": steps, "complete": ended}
-    how = {"outer_step": rounds[-1].outer_step, "gradients": rounds[-1].gradients}
+    how = {name: getattr(rounds[-1], name) for name in ("outer_step", "outer_momentum", "gradients")}
     return {**about, **how, "hyperparameters": schedules}
 
 
@@ -117,7 +117,7 @@ class ReplayLR(LRScheduler):
                 f"the run was cut off before step {told['total_steps']}; its values of step {last} are held from there",
                 stacklevel=2,
             )
-        for notice in _notices(told):
+        for notice in notices(told):
             warnings.warn(notice, stacklevel=2)
         super().__init__(optimizer, last_epoch)
 
@@ -200,16 +200,17 @@ def _chosen(hyperparameters: Mapping[str, Any], only: Sequence[str] | None) -> M
     return chosen
 
 
-def _notices(told: Mapping[str, Any]) -> list[str]:
-    """What makes plain training with it another thing than the run was."""
+def notices(told: Mapping[str, Any]) -> list[str]:
+    """What makes plain training with a schedule another thing than the run was."""
     found = []
-    taken = told.get("outer_step") or 1.0
-    if taken > 1:
+    taken, momentum = told.get("outer_step") or 1.0, told.get("outer_momentum") or 0.0
+    if momentum:
+        same = f"hdet.Nesterov({taken:g}, {momentum:g})"
         found.append(
-            f"the schedule was learned with an outer optimizer that goes {taken:g} times the way of a round; replay it "
-            "with the same one: hdet.Ensemble(..., outer_step=hdet.Nesterov(...))"
+            f"the schedule was learned with an outer optimizer, {same}, which goes another way than plain training; "
+            f"replay it with the same one: hdet.Ensemble(..., outer_step={same})"
         )
-    if taken < 1:
+    elif taken < 1:
         found.append(
             f"the schedule was learned with an outer step of {taken:g}, which forgives rates that are too "
             "high for plain training; replay it with the same one: "

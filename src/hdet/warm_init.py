@@ -29,7 +29,8 @@ def warm_init(
 
     Call it after wrapping the model in DistributedDataParallel, which broadcasts rank 0's weights and would
     wipe the noise out. The first converge averages the replicas: what is left of the noise then has 1/sqrt(N)
-    of its size. Without a spread nothing converges, and the replicas stay different.
+    of its size. Without a spread nothing converges, and the replicas stay different; so they do where nothing
+    is explored, as with `Auto` and a learning rate alone in a run of more than 500 steps and shared gradients.
 
     Args:
         model: the wrapped model, with the weights of the checkpoint loaded.

@@ -83,8 +83,9 @@ class Auto:
         length = "a run of unknown length" if total_steps is None else f"a run of {total_steps} steps"
         where = "to be found before the first step, then left" if self.finds else "left"
         why = (
-            f"{where} to the schedule: in {length} most rounds say nothing about the rate (the line search is for at "
-            f"most {self.short}); converge takes {self.outer_step:g} of each round's way, which forgives a high rate"
+            f"{where} to the schedule: in {length} a line search costs more than it finds (it is for at most "
+            f"{self.short} steps), and late rounds say nothing about the rate; converge takes {self.outer_step:g} of "
+            "each round's way, which forgives a high rate"
         )
         return replace(
             slope,

@@ -113,8 +113,8 @@ def show(result: dict[str, Any]) -> str:
     said = (
         f"{_seeds(len(result['seeds']))}. All rows begin with the same weights, of a plain run a quarter as "
         f"long;\na warm init adds noise of {result['noise']:g}. The runs with auto are shortened by what they cost. "
-        "With a warm\ninit only nothing ever averages the replicas: the losses are the first one's. The paper's "
-        "figures are of\ntraining losses."
+        "With a warm\ninit only, and with auto and shared gradients, nothing averages the replicas: the losses are the "
+        "first one's.\nThe paper's figures are of training losses."
     )
     return f"{table(header, lines)}\n\n{said}{_shown_groups(result)}"
 

@@ -40,7 +40,7 @@ def find_rate(options: RunOptions, folder: str | Path) -> dict[str, Any]:
     optimizer = task.optimizer(model, peak_lr, options.optimizer)
     OneCycleLR(optimizer, max_lr=peak_lr, total_steps=task.steps)  # find_lr reads the peak from it, and the momentum
     found = find(options, task, model, optimizer)
-    result = _result(options, peak_lr, found)
+    result = {**_result(options, peak_lr, found), "total_steps": task.steps}
     if files is not None:
         _draw(found, files.path / "find_lr.png")
         files.write("find_lr.json", result)

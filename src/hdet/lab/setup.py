@@ -31,6 +31,7 @@ from hdet import (
     scalar,
     weight_decay,
 )
+from hdet.lab.errors import LabError
 from hdet.lab.options import RunOptions
 from hdet.lab.tasks import Batch, Task
 
@@ -61,6 +62,11 @@ def charged_steps(options: RunOptions, task: Task, found: FoundRate | None) -> i
     left = float(task.steps)
     if found is not None:
         left -= found.steps + found.samples / 3 / task.global_batch
+        if left < 1:
+            raise LabError(
+                f"finding the rate costs all of the {task.steps} steps; write --steps {4 * task.steps}, or leave "
+                "--charge out"
+            )
     steps = max(1, math.floor(left))
     while True:  # shorter runs have shorter rounds, so this only ever falls
         paid = max(1, math.floor(left / (1 + _probing(options, steps, found is not None))))
@@ -72,7 +78,7 @@ def charged_steps(options: RunOptions, task: Task, found: FoundRate | None) -> i
 def _probing(options: RunOptions, steps: int, found: bool) -> float:
     """What the probes of a run cost for each of its steps, in steps. Without exploring there are none."""
     plan: Plan = make_controller(options, steps, found).plan(list(options.explored()), steps)
-    part = max((plan.until.get(name, steps) for name in options.explored()), default=steps) / steps
+    part = max((plan.until.get(name, steps) for name in options.explored()), default=0) / steps
     own = plan.interval or min(max(steps // 200, 1), 1000)
     interval = min(own, steps) if options.interval == "auto" else options.interval
     return part * (options.replicas + 1) * _PROBE_BATCHES / 3 / interval

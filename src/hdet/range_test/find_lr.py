@@ -69,8 +69,8 @@ def find_lr(
             batch for the same index gives the same answer from every start. Gradients are cleared and the optimizer
             steps here.
         probe: what the weights are scored on; about four global batches. An iterable as its data moves on by one probe.
-        total_steps: the length of the training to come. A run of 1,000 steps gets a search half as long as one of 8,000
-            and more; None is taken for long.
+        total_steps: the length of the training to come. For 1,000 steps the fine ramp has half as many steps as for
+            8,000 and more, and as many scores; None is taken for long.
         outer_step: that of the training to come; a half allows higher rates.
         factor: on sqrt(lo hi); by default 0.5, and 1.0 with an outer step of 1/2.
         also: further objects with `state_dict()` and `load_state_dict()` that steps change, such as samplers.

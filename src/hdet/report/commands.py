@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hdet.json_lines import from_json
-from hdet.replay import make_schedule
+from hdet.replay import make_schedule, notices
 from hdet.report.run import Run
 
 
@@ -115,10 +115,7 @@ def _export(arguments: argparse.Namespace) -> str:
     output.write_text(json.dumps(schedule, allow_nan=False) + "\n")
     names = ", ".join(f"{name} ({len(told['places'])} places)" for name, told in schedule["hyperparameters"].items())
     notes = "" if schedule["complete"] else " The run was cut off: its last values are held from there."
-    if (schedule["outer_step"] or 1.0) < 1:
-        notes += f" Learned with an outer step of {schedule['outer_step']:g}: replay it with the same."
-    if schedule["gradients"] == "local":
-        notes += " Learned with local gradients: replay it with the same."
+    notes += "".join(f"\nNote: {notice}." for notice in notices(schedule))
     said = f"{names}, {schedule['total_steps']} steps.{notes}"
     return f"{said}\nSchedule: {output}\nhdet.ReplayLR(optimizer, {str(output)!r})"
 
