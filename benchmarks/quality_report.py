@@ -16,6 +16,7 @@ from quality_methods import METHODS, SCHEDULE_FREE_DEFAULT, STARTS
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- quality: begin, written by benchmarks/quality.py table --write -->", "<!-- quality: end -->"
 OnGrid = Callable[[dict], bool]
+_COLUMNS = 3  # panels side by side
 
 
 def loss(row: dict) -> float:
@@ -231,16 +232,22 @@ def pictures(rows: Iterable[dict], on_grid: OnGrid, folder: Path) -> list[Path]:
     found = [study for study in studies(rows, on_grid) if len(study.rows) > len(study.swept)]
     drawn = []
     for kind, draw in (("starts", _draw_starts), ("cost", _draw_cost)):
-        figure, axes = pyplot.subplots(1, len(found), figsize=(5 * len(found), 5.5), squeeze=False)
-        for axis, study in zip(axes[0], found, strict=True):
+        columns = min(_COLUMNS, len(found))
+        rows_of = math.ceil(len(found) / columns)
+        figure, axes = pyplot.subplots(rows_of, columns, figsize=(4.5 * columns, 3.8 * rows_of + 1), squeeze=False)
+        for axis in axes.flat[len(found) :]:
+            axis.axis("off")
+        for axis, study in zip(axes.flat, found, strict=False):
             draw(axis, study)
             axis.set_title(", ".join(study.about))
             axis.set_yscale("symlog", linthresh=1)
             axis.grid(alpha=0.3)
-        axes[0][0].set_ylabel("regret in %, mean over seeds")
-        handles = {label: h for axis in axes[0] for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+        for axis in axes[:, 0]:
+            axis.set_ylabel("regret in %, mean over seeds")
+        handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
         figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=3, fontsize="small")
-        figure.tight_layout(rect=(0, 0.06 + 0.03 * math.ceil(len(handles) / 3), 1, 1))
+        legend = (0.3 + 0.22 * math.ceil(len(handles) / 3)) / figure.get_figheight()
+        figure.tight_layout(rect=(0, legend, 1, 1))
         path = folder / f"quality-{DATE}-{kind}.png"
         figure.savefig(path, dpi=100)
         pyplot.close(figure)
