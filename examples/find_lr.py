@@ -1,4 +1,4 @@
-"""Find the learning rate before the run, then train with it: plain DDP, no fan-out, an outer step of 1/2.
+"""Find the learning rate before the run, then train with it: plain DDP and OneCycleLR.
 
 The rate that the optimizer begins with is far too low, which does not matter.
 
@@ -14,9 +14,10 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 
-from hdet import OneCycleAutoLR, Probe, find_lr
+from hdet import Probe, find_lr
 
 RANK, REPLICAS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 STEPS = 200
@@ -42,10 +43,8 @@ def main() -> None:
         return loss_fn(model, train_set[chosen[RANK::REPLICAS]])
 
     probe = Probe(train_set, loss_fn, size=512)  # four global batches
-    found = find_lr(
-        model, optimizer, lambda i: loss_of_step(i).backward(), probe=probe, total_steps=STEPS, outer_step=0.5
-    )
-    scheduler = OneCycleAutoLR(optimizer, found.rate, total_steps=STEPS, outer_step=0.5, model_sync_interval=10)
+    found = find_lr(model, optimizer, lambda i: loss_of_step(i).backward(), probe=probe, total_steps=STEPS)
+    scheduler = OneCycleLR(optimizer, found.rate, total_steps=STEPS)
     for step in range(STEPS):
         loss_of_step(step).backward()
         optimizer.step()

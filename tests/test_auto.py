@@ -21,13 +21,13 @@ def report(multipliers, total_steps, step=100):
     [
         (["learning_rate"], 400, 5, 1.0, "permutations", {"learning_rate": 400}, False),
         (["learning_rate"], 500, 5, 1.0, "permutations", {"learning_rate": 500}, False),
-        (["learning_rate"], 501, 10, 0.5, "permutations", {"learning_rate": 0}, True),
-        (["learning_rate"], None, 10, 0.5, "permutations", {"learning_rate": 0}, True),
+        (["learning_rate"], 501, None, 1.0, "permutations", {"learning_rate": 0}, True),
+        (["learning_rate"], None, None, 1.0, "permutations", {"learning_rate": 0}, True),
         (["learning_rate", "momentum"], 400, 5, 1.0, "turns", {"learning_rate": 400}, False),
-        (["learning_rate", "momentum"], 8000, 10, 0.5, "permutations", {"learning_rate": 0}, True),
-        (["learning_rate", "a", "b"], 8000, 10, 0.5, "orthogonal", {"learning_rate": 0}, True),
+        (["learning_rate", "momentum"], 8000, None, 1.0, "permutations", {"learning_rate": 0}, True),
+        (["learning_rate", "a", "b"], 8000, None, 1.0, "orthogonal", {"learning_rate": 0}, True),
         (GROUPS, 400, 5, 1.0, "turns", dict.fromkeys(GROUPS, 400), False),
-        (GROUPS, 8000, 10, 0.5, "permutations", dict.fromkeys(GROUPS, 0), True),
+        (GROUPS, 8000, None, 1.0, "permutations", dict.fromkeys(GROUPS, 0), True),
         (["weight_decay"], 800, None, 1.0, "permutations", {}, False),
         (["weight_decay", "momentum"], 8000, None, 1.0, "orthogonal", {}, False),
         (["learning_rates_of_all_kinds"], 800, None, 1.0, "permutations", {}, False),
@@ -47,6 +47,7 @@ def test_the_reasons_are_given_in_words():
     assert short["weight_decay"].startswith("slopes")
     assert "8000 steps" in hdet.Auto().plan(["learning_rate"], 8000).why["learning_rate"]
     assert "unknown length" in hdet.Auto().plan(["learning_rate"], None).why["learning_rate"]
+    assert "takes 0.5 of each" in hdet.Auto(outer_step=0.5).plan(["learning_rate"], 8000).why["learning_rate"]
 
 
 def test_each_hyperparameter_is_moved_by_its_own_controller():

@@ -203,7 +203,7 @@ def test_the_record_says_what_the_probe_cost():
 def found_before_the_run():
     """Auto in a long run: prepare() scales the schedule and leaves everything else as it was."""
     model, o, ensemble, _ = make(controller=hdet.Auto(), total_steps=5000, interval="auto")
-    assert ensemble.interval == 10
+    assert ensemble.interval == 25
     before = [p.detach().clone() for p in model.parameters()]
 
     def step(index):
@@ -263,7 +263,7 @@ def no_prepare(finds):
     model, o, ensemble, _ = make(
         controller=hdet.Auto(finds=finds), total_steps=5000, interval="auto", on_round=[kept.append]
     )
-    train(model, o, ensemble, 12)
+    train(model, o, ensemble, 30)
     ensemble.close()
 
 
@@ -274,7 +274,7 @@ def test_auto_in_a_long_run_says_what_it_picked_and_warns_if_it_may_not_look():
     kept.clear()
     with pytest.warns(UserWarning, match=r"ensemble\.prepare\(step_fn\)"):
         hdet.in_process(no_prepare, 2, True)
-    assert kept[0].step == 10
+    assert kept[0].step == 25
     assert kept[0].events[0].startswith("learning_rate: to be found before the first step")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -262,6 +262,18 @@ def test_what_is_charged_shortens_the_run(tmp_path):
     assert read(folder / "result.json")["steps"] == int(60 / (1 + 4 / 5))
 
 
+def test_after_a_search_a_charged_run_is_the_plain_run_of_the_steps_that_are_left(tmp_path, monkeypatch):
+    told = hdet.FoundRate(3e-3, 1.0, ((3e-3,),), (1e-3, 9e-3), 1.0, 2.0, [], [], 960, 1280, 970.0, 1234.0)
+    monkeypatch.setattr(starts, "find", lambda *given: told)
+    words = ["train", "flights", "--size", "smoke", "--in-process", "--folder"]
+    auto = ["--steps", "1001", "--controller", "auto", "--charge"]
+    assert cli.main([*words, str(tmp_path / "auto"), *auto]) == 0
+    assert cli.main([*words, str(tmp_path / "plain"), "--steps", "39", "--peak-lr", "3e-3", "--controller", "none"]) == 0
+    auto, plain = (read(tmp_path / name / "result.json") for name in ("auto", "plain"))
+    assert auto["steps"] == plain["steps"] == 1001 - 960 - 2
+    assert auto["held_out"] == plain["held_out"]
+
+
 def test_flights_explores_each_parameter_group(tmp_path):
     words = ["train", "flights", "--size", "smoke", "--steps", "4", "--in-process"]
     assert cli.main([*words, "--folder", str(tmp_path / "run")]) == 0
@@ -354,10 +366,11 @@ def test_a_run_whose_rate_was_found_goes_on_with_it(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     words = ["train", "digits", "--size", "smoke", "--steps", "1001", "--controller", "auto", "--charge"]
     explore = ["--explore", "learning_rate=2,weight_decay=0.3", "--checkpoint-every", "10", "--in-process"]
+    explore += ["--interval", "10"]
     assert cli.main([*words, *explore, "--folder", str(folder)]) == 0
     result = read(folder / "result.json")
     left = 1001 - 960 - 1280 / 3 / RunOptions("digits", size="smoke").make_task().global_batch
-    assert result["steps"] == int(left / (1 + 3 * 4 / 3 / 10))  # rounds of 10 steps: the long run's plan, as charged
+    assert result["steps"] == int(left / (1 + 3 * 4 / 3 / 10))
     rounds = read_lines(folder / "rounds.jsonl")
     assert [record["steps"] for record in rounds][:2] == [10, 10]
     assert len(set(rounds[0]["hyperparameters"]["learning_rate"]["values"])) == 1  # it was found: not fanned out
@@ -386,8 +399,7 @@ def test_what_is_charged_is_what_the_run_that_is_left_costs(controller, steps, f
         return length * (1 + probing) + found
 
     assert cost(left) <= steps < cost(left + 1)
-    until = {} if explore == "weight_decay=0.3" else {"learning_rate": 0 if found else left}
-    assert (plan.outer_step, plan.until) == (0.5 if found else 1.0, until)
+    assert plan.until == ({} if explore == "weight_decay=0.3" else {"learning_rate": 0 if found else left})
 
 
 def test_a_search_that_ends_is_charged_while_it_lasts(monkeypatch):

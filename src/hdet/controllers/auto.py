@@ -24,8 +24,7 @@ class Auto:
     - Learning rates (`learning_rate`, and `learning_rate/...` by parameter group) in a run of at most `short` steps:
       the neutral `LineSearch`.
     - Learning rates in longer runs, and in runs of unknown length: found before the first step, then left to the
-      schedule. They are not fanned out, and converge takes an outer step. Late in a long run a round says nothing
-      about the rate.
+      schedule. They are not fanned out. Late in a long run a round says nothing about the rate.
     - Every other hyperparameter: `Slope`.
 
     Designs: the line search is right only for what varied alone. So when a short run explores a learning rate together
@@ -38,8 +37,9 @@ class Auto:
         slope: what moves the others.
         short: the most steps of a short run.
         finds: whether the rate of a long run is to be found; False if you know it.
-        outer_step: how much of a round's way is taken at converge in long runs with a learning rate.
-        interval: optimizer steps per round that it asks for there.
+        outer_step: how much of a round's way is taken at converge in long runs with a learning rate. A half forgives
+            rates that are too high, and the rate that is found is twice as high for it: docs/research.md.
+        interval: optimizer steps per round that it asks for if that is not the whole way.
 
     >>> Auto().plan(["learning_rate", "weight_decay"], 400).design
     'turns'
@@ -51,7 +51,7 @@ class Auto:
     slope: Slope = field(default_factory=Slope)
     short: int = 500
     finds: bool = True
-    outer_step: float = 0.5
+    outer_step: float = 1.0
     interval: int = 10
 
     needs_score = False
@@ -84,12 +84,13 @@ class Auto:
         where = "to be found before the first step, then left" if self.finds else "left"
         why = (
             f"{where} to the schedule: in {length} a line search costs more than it finds (it is for at most "
-            f"{self.short} steps), and late rounds say nothing about the rate; converge takes {self.outer_step:g} of "
-            "each round's way, which forgives a high rate"
+            f"{self.short} steps), and late rounds say nothing about the rate"
         )
+        if self.outer_step < 1:
+            why += f"; converge takes {self.outer_step:g} of each round's way, which forgives a high rate"
         return replace(
             slope,
-            interval=self.interval,
+            interval=self.interval if self.outer_step < 1 else slope.interval,
             outer_step=self.outer_step,
             until=dict.fromkeys(rates, 0),
             finds=self.finds,

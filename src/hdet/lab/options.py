@@ -50,7 +50,8 @@ class RunOptions:
         average_state: average the optimizer state of local gradients too.
         weight_decay: of the dense parameters; None for the task's own.
         dropout, label_smoothing: of the model and of the training loss.
-        charge: shorten the run by what probe and finder cost, so that its whole cost is that of a plain run.
+        charge: shorten the run by what probe and finder cost, so that its whole cost is that of a plain run. It is then
+            the run of so many steps: a finder's batches are given back, and flights are passed from first to last.
         interval: steps per round; "auto" is a 200th of the run, between 1 and 1000.
         per_group: explore each parameter group on its own; None for the task's way, which is yes for flights.
         checkpoint_every: steps between checkpoints; None for no checkpoints.

@@ -54,6 +54,8 @@ def train(options: RunOptions, folder: str | Path, recipe: Recipe = ONE_CYCLE) -
         warm_init(model, options.warm_noise, seed=options.seed)
     clock = Clock(start.seconds)
     steps = start.steps
+    if steps < task.steps:  # of what was charged
+        task = options.replace(steps=steps).make_task()
     schedule = recipe.schedule(optimizer, start.peak_lr, steps)
     scales = Scales(optimizer, start.peak_lr)
     sinks: list[Callable[[RoundRecord], None]] = [scales] if files is None else [scales, files.record]
@@ -66,7 +68,7 @@ def train(options: RunOptions, folder: str | Path, recipe: Recipe = ONE_CYCLE) -
     checkpoints = Path(folder) / "checkpoints"
     first_step = _resume(checkpoints, run, meter, files) if options.checkpoint_every else 0
     for step in range(first_step, steps):
-        batch = task.batch(task.steps - steps + step, replicas.rank, replicas.size)  # what was charged is not seen
+        batch = task.batch(step, replicas.rank, replicas.size)
         loss = task.loss(model, batch, smoothing.value)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
