@@ -268,7 +268,8 @@ def test_after_a_search_a_charged_run_is_the_plain_run_of_the_steps_that_are_lef
     words = ["train", "flights", "--size", "smoke", "--in-process", "--folder"]
     auto = ["--steps", "1001", "--controller", "auto", "--charge"]
     assert cli.main([*words, str(tmp_path / "auto"), *auto]) == 0
-    assert cli.main([*words, str(tmp_path / "plain"), "--steps", "39", "--peak-lr", "3e-3", "--controller", "none"]) == 0
+    alone = ["--steps", "39", "--peak-lr", "3e-3", "--controller", "none"]
+    assert cli.main([*words, str(tmp_path / "plain"), *alone]) == 0
     auto, plain = (read(tmp_path / name / "result.json") for name in ("auto", "plain"))
     assert auto["steps"] == plain["steps"] == 1001 - 960 - 2
     assert auto["held_out"] == plain["held_out"]
