@@ -212,7 +212,7 @@ def found_before_the_run():
 
     found = ensemble.prepare(step)
     (first, _), (second, _) = found.fine[:2]
-    assert math.log(second / first) == pytest.approx(7 * 0.02 * (8000 / 5000) ** (1 / 3))  # scored every 7 steps
+    assert math.log(second / first) == pytest.approx(6 * 2 * 0.02 * math.sqrt(8000 / 5000))  # scored every 6 steps
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert o.param_groups[0]["lr"] == 1e-3
     assert ensemble.scales["learning_rate"] == pytest.approx(found.rate / 1e-3)

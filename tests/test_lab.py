@@ -26,7 +26,7 @@ from hdet.lab.errors import LabError, OptionError
 from hdet.lab.folder import RunFolder, read, read_lines
 from hdet.lab.lock import LOCK, locked
 from hdet.lab.options import RunOptions
-from hdet.range_test.decisions import default_factor
+from hdet.range_test.decisions import Fine, default_factor
 
 SMOKE = ("--size", "smoke", "--steps", "12")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -307,7 +307,7 @@ def test_find_lr_writes_what_it_found(tmp_path, capsys):
     assert f"Picture: {tmp_path / 'run' / 'find_lr.png'}" in shown
     assert result["interval"][0] < result["interval"][1]
     assert result["cost"] > result["steps"] > 50
-    factor = default_factor(0.5) / default_factor(1.0)
+    factor = default_factor(0.5, Fine()) / default_factor(1.0, Fine())
     assert result["rate_outer_half"] == pytest.approx(factor * result["rate"])
     assert result["peak_lr"] == pytest.approx(result["rate"] / result["scale"])
     assert (tmp_path / "run" / "find_lr.png").stat().st_size > 1000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +92,7 @@ def show(result: dict[str, Any], folder: Path) -> str:
 
 def _result(options: RunOptions, peak_lr: float, found: FoundRate) -> dict[str, Any]:
     copied = {name: getattr(options, name) for name in ("task", "size", "seed", "replicas", "optimizer")}
-    middle = math.sqrt(found.interval[0] * found.interval[1])
-    other = {"peak_lr": peak_lr, "rate_outer_half": middle}  # find_lr's factor is 1 there
+    other = {"peak_lr": peak_lr, "rate_outer_half": 2 * found.rate}  # find_lr's factor is twice as high there
     result: dict[str, Any] = strict({**copied, **other, **strict(found)})
     return result
 

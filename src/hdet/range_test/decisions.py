@@ -25,7 +25,7 @@ _LONG = 8000  # steps of a run that is worth the slowest ramp
 class Coarse:
     """80 steps from 1e-3 to 1e3 times the start: where the loss begins to fall."""
 
-    every = 2
+    every = 4
     width = 3
 
     def ramp(self, start: float) -> list[tuple[int, float]]:
@@ -50,39 +50,48 @@ class Coarse:
         return fallen and len(curve) * self.every >= 80
 
     def half_way(self, curve: Curve, first: float) -> float | None:
-        """A: the first rate at which half of the whole drop is made; None if there is no drop.
+        """A: the first rate at which half of the whole drop is made, interpolated; None if there is no drop.
 
-        >>> Coarse().half_way([(1.0, 4.0), (2.0, 3.0), (4.0, 2.0), (8.0, 1.0), (16.0, 1.0), (32.0, 1.0)], 4.0)
-        4.0
+        >>> curve = [(1.0, 4.0), (2.0, 3.0), (4.0, 2.0), (8.0, 1.0), (16.0, 1.0), (32.0, 1.0)]
+        >>> round(Coarse().half_way(curve, 4.0), 3)  # smoothed 3.5 3 2 1.3 1 1: half way at 2.5
+        2.828
         """
         values = smooth(curve, first, self.width)
         lowest = min(values, default=first)
         if not lowest < first:
             return None
-        return next(rate for (rate, _), v in zip(curve, values, strict=True) if v <= (first + lowest) / 2)
+        half = (first + lowest) / 2
+        return _crossing(curve, values, next(k for k, v in enumerate(values) if v <= half), half)
 
 
 class Fine:
-    """From A/4 on, some per cent more in each step: from where to where the loss is low.
+    """From A/4 on, twice as fast up to A, some per cent more in each step: from where to where the loss is low.
 
     Args:
-        total_steps: the length of the run to come. 8,000 and more are worth 2 % a step, so at most 462; 1,000 have half
+        total_steps: the length of the run to come. 8,000 and more are worth 2 % a step, so at most 428; 2,000 have half
             of that: the search is to cost a part of the run, and short runs want higher rates. None counts as long.
 
-    >>> [(steps, round(fine.growth, 3), fine.every) for steps in (None, 8000, 1000) for fine in [Fine(steps)]]
-    [(None, 0.02, 8), (8000, 0.02, 8), (1000, 0.04, 4)]
+    >>> [(steps, round(fine.growth, 3), fine.every) for steps in (None, 8000, 2000) for fine in [Fine(steps)]]
+    [(None, 0.02, 8), (8000, 0.02, 8), (2000, 0.04, 4)]
     """
 
     width = 3
 
     def __init__(self, total_steps: int | None = None) -> None:
         low, high = _GROWTH
-        self.growth = low if total_steps is None else min(max(low * (_LONG / total_steps) ** (1 / 3), low), high)
+        self.growth = low if total_steps is None else min(max(low * math.sqrt(_LONG / total_steps), low), high)
         self.every = round(_SCORED / self.growth)
 
     def ramp(self, half_way: float) -> list[tuple[int, float]]:
-        """(index, rate) of each step."""
-        return [(j, half_way / 4 * math.exp(self.growth * j)) for j in range(round(_SPAN / self.growth))]
+        """(index, rate) of each step.
+
+        >>> rates = [rate for _, rate in Fine().ramp(4.0)]
+        >>> len(rates), [round(math.log(rates[j]), 6) for j in (0, 35, 85)]
+        (428, [0.0, 1.4, 2.4])
+        """
+        fast = math.ceil(math.log(4) / (2 * self.growth))  # steps up to A
+        slow = round((_SPAN - math.log(4)) / self.growth)
+        return [(j, half_way / 4 * math.exp(self.growth * (j + min(j, fast)))) for j in range(fast + slow)]
 
     def over(self, curve: Curve, first: float) -> bool:
         """Whether to stop: the loss is dead, or the rate is 4 times that of the lowest loss."""
@@ -133,15 +142,18 @@ def is_dead(values: Sequence[float], first: float) -> bool:
     return last > 1.02 * first or (best < 0.95 * first and last > best + 0.5 * (first - best))
 
 
-def default_factor(outer_step: float) -> float:
-    """What sqrt(lo hi) is multiplied by: 0.5, 1.0 with an outer step of 1/2 or less, geometric between.
+def default_factor(outer_step: float, fine: Fine) -> float:
+    """What sqrt(lo hi) is multiplied by: 0.5, 1.0 with an outer step of 1/2 or less, geometric between. A steeper ramp
+    lives through rates that are higher in proportion; the root of that is taken back.
 
-    >>> default_factor(1.0), default_factor(0.5), round(default_factor(0.75), 3)
+    >>> default_factor(1.0, Fine()), default_factor(0.5, Fine()), round(default_factor(0.75, Fine()), 3)
     (0.5, 1.0, 0.707)
+    >>> round(default_factor(1.0, Fine(2000)), 3)
+    0.354
     """
     (low, high), (widest, plain) = _OUTER_STEPS, _FACTORS
     part = (max(outer_step, low) - low) / (high - low)
-    return float(widest ** (1 - part) * plain**part)
+    return float(widest ** (1 - part) * plain**part * math.sqrt(_GROWTH[0] / fine.growth))
 
 
 def _crossing(curve: Curve, values: Sequence[float], after: int, edge: float) -> float:

@@ -65,14 +65,14 @@ def find_lr(
         model: the model that is trained, wrapped in DistributedDataParallel where there are several replicas.
         optimizer: its optimizer, or several of them.
         step_fn: `step_fn(index)`: forward and backward pass of this replica's training batch `index`, through the
-            wrapped model. The index lies in 0..461; the coarse ramp begins anywhere in 0..79 and goes round. The same
+            wrapped model. The index lies in 0..427; the coarse ramp begins anywhere in 0..79 and goes round. The same
             batch for the same index gives the same answer from every start. Gradients are cleared and the optimizer
             steps here.
         probe: what the weights are scored on; about four global batches. An iterable as its data moves on by one probe.
-        total_steps: the length of the training to come. For 1,000 steps the fine ramp has half as many steps as for
+        total_steps: the length of the training to come. For 2,000 steps the fine ramp has half as many steps as for
             8,000 and more, and as many scores; None is taken for long.
         outer_step: that of the training to come; a half allows higher rates.
-        factor: on sqrt(lo hi); by default 0.5, and 1.0 with an outer step of 1/2.
+        factor: on sqrt(lo hi); by default 0.5, 1.0 with an outer step of 1/2, and less for less than 8,000 steps.
         also: further objects with `state_dict()` and `load_state_dict()` that steps change, such as samplers.
         process_group: the replicas; by default all ranks.
         mesh: as in `hdet.Ensemble`, for sharded replicas.
@@ -95,9 +95,10 @@ def find_lr(
     """
     where = mesh or process_group
     with Agreement("hdet.find_lr", where):
-        factor = _check_factor(outer_step, factor)
         if total_steps is not None:
             check_count("total_steps", total_steps)
+        fine = Fine(total_steps)
+        factor = _check_factor(outer_step, factor, fine)
         check_deepspeed(optimizer, model)
         optimizers = _optimizers(optimizer)
         _check(probe, step_fn, also)
@@ -108,7 +109,7 @@ def find_lr(
     replicas.arrive("hdet.find_lr")
     try:
         bench.require_agreement()
-        return _find(bench, factor, Fine(total_steps))
+        return _find(bench, factor, fine)
     except FindLRError:
         raise
     except Exception as error:
@@ -180,10 +181,10 @@ def _optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     return found
 
 
-def _check_factor(outer_step: float, factor: float | None) -> float:
+def _check_factor(outer_step: float, factor: float | None, fine: Fine) -> float:
     check_number("outer_step", outer_step, Rule(lambda x: 0 < x <= 1, "lie in (0, 1]", "outer_step=0.5"))
     if factor is None:
-        return default_factor(outer_step)
+        return default_factor(outer_step, fine)
     check_number("factor", factor, Rule(lambda x: 0 < x < math.inf, "be positive and finite", "factor=0.5"))
     return float(factor)
 
