@@ -12,42 +12,50 @@ from collections.abc import Sequence
 Curve = list[tuple[float, float]]
 
 _CAP = 1.5
-_COARSE = math.log(1e6) / 79  # what the logarithm of the rate grows by in a step of the coarse ramp
 _FALLEN = 0.99
 _OUTER_STEPS = (0.5, 1.0)
 _FACTORS = (1.0, 0.5)
 _SPAN = 9.24  # of the logarithm of the rate, in the fine ramp
 _SCORED = 0.16  # of it, between two scores
-_GROWTH = (0.02, 0.08)  # of it, in a step: least and most
-_LONG = 8000  # steps of a run that is worth the slowest ramp
+_GROWTH = 0.02  # of it, in a step of the slowest fine ramp
+_LONG = 8000  # steps of a run that is worth the slowest ramps
 
 
 class Coarse:
-    """80 steps from 1e-3 to 1e3 times the start: where the loss begins to fall."""
+    """80 steps from 1e-3 to 1e3 times the start: where the loss begins to fall.
 
-    every = 4
+    Args:
+        total_steps: the length of the run to come. 2,000 and less are worth half as many steps, 8,000 and more all of
+            them, None too.
+    """
+
     width = 3
+
+    def __init__(self, total_steps: int | None = None) -> None:
+        steep = _steepness(total_steps, 2.0)
+        self.growth, self.steps, self.every = math.log(1e6) / 79 * steep, round(80 / steep), round(4 / steep)
 
     def ramp(self, start: float) -> list[tuple[int, float]]:
         """(index, rate) of each step. The rates lie on a grid that does not depend on the start, and each has its own
-        index modulo 80: from whatever start, the ramp meets the same batches at the same rates, give or take rounding.
+        index modulo `steps`: from whatever start, the ramp meets the same batches at the same rates, give or take
+        rounding.
 
         >>> [(index, f"{rate:.2g}") for index, rate in Coarse().ramp(1.0)[:80:79]]
         [(40, '0.00092'), (39, '9.2e+02')]
         >>> [(index, f"{rate:.2g}") for index, rate in Coarse().ramp(1.3)[:80:79]]
         [(42, '0.0013'), (41, '1.3e+03')]
         """
-        first = round(math.log(1e-3 * start) / _COARSE)
-        return [(k % 80, math.exp(_COARSE * k)) for k in range(first, first + 160)]
+        first = round(math.log(1e-3 * start) / self.growth)
+        return [(k % self.steps, math.exp(self.growth * k)) for k in range(first, first + 2 * self.steps)]
 
     def over(self, curve: Curve, first: float) -> bool:
-        """Whether to stop: the loss is dead, or has fallen and, from step 80 on, the rate is 30 times the lowest's."""
+        """Whether to stop: the loss is dead, or has fallen and, from `steps` on, the rate is 30 times the lowest's."""
         values = _certain(curve, first, self.width)
         if not values or is_dead(values, first):
             return bool(values)
         lowest = min(values)
         fallen = lowest < _FALLEN * first and curve[-1][0] >= 30 * curve[values.index(lowest)][0]
-        return fallen and len(curve) * self.every >= 80
+        return fallen and len(curve) * self.every >= self.steps
 
     def half_way(self, curve: Curve, first: float) -> float | None:
         """A: the first rate at which half of the whole drop is made, interpolated; None if there is no drop.
@@ -78,8 +86,7 @@ class Fine:
     width = 3
 
     def __init__(self, total_steps: int | None = None) -> None:
-        low, high = _GROWTH
-        self.growth = low if total_steps is None else min(max(low * math.sqrt(_LONG / total_steps), low), high)
+        self.growth = _GROWTH * _steepness(total_steps, 4.0)
         self.every = round(_SCORED / self.growth)
 
     def ramp(self, half_way: float) -> list[tuple[int, float]]:
@@ -153,7 +160,16 @@ def default_factor(outer_step: float, fine: Fine) -> float:
     """
     (low, high), (widest, plain) = _OUTER_STEPS, _FACTORS
     part = (max(outer_step, low) - low) / (high - low)
-    return float(widest ** (1 - part) * plain**part * math.sqrt(_GROWTH[0] / fine.growth))
+    return float(widest ** (1 - part) * plain**part * math.sqrt(_GROWTH / fine.growth))
+
+
+def _steepness(total_steps: int | None, most: float) -> float:
+    """How much faster than for a long run the rate rises.
+
+    >>> [_steepness(steps, 4.0) for steps in (None, 100_000, 8000, 2000, 1)]
+    [1.0, 1.0, 1.0, 2.0, 4.0]
+    """
+    return 1.0 if total_steps is None else min(max(math.sqrt(_LONG / total_steps), 1.0), most)
 
 
 def _crossing(curve: Curve, values: Sequence[float], after: int, edge: float) -> float:
