@@ -21,13 +21,13 @@ def report(multipliers, total_steps, step=100):
     [
         (["learning_rate"], 400, 5, 1.0, "permutations", {"learning_rate": 400}, False),
         (["learning_rate"], 500, 5, 1.0, "permutations", {"learning_rate": 500}, False),
-        (["learning_rate"], 501, None, 1.0, "permutations", {"learning_rate": 0}, True),
-        (["learning_rate"], None, None, 1.0, "permutations", {"learning_rate": 0}, True),
+        (["learning_rate"], 501, 10, 1.0, "permutations", {"learning_rate": 0}, True),
+        (["learning_rate"], None, 10, 1.0, "permutations", {"learning_rate": 0}, True),
         (["learning_rate", "momentum"], 400, 5, 1.0, "turns", {"learning_rate": 400}, False),
-        (["learning_rate", "momentum"], 8000, None, 1.0, "permutations", {"learning_rate": 0}, True),
-        (["learning_rate", "a", "b"], 8000, None, 1.0, "orthogonal", {"learning_rate": 0}, True),
+        (["learning_rate", "momentum"], 8000, 10, 1.0, "permutations", {"learning_rate": 0}, True),
+        (["learning_rate", "a", "b"], 8000, 10, 1.0, "orthogonal", {"learning_rate": 0}, True),
         (GROUPS, 400, 5, 1.0, "turns", dict.fromkeys(GROUPS, 400), False),
-        (GROUPS, 8000, None, 1.0, "permutations", dict.fromkeys(GROUPS, 0), True),
+        (GROUPS, 8000, 10, 1.0, "permutations", dict.fromkeys(GROUPS, 0), True),
         (["weight_decay"], 800, None, 1.0, "permutations", {}, False),
         (["weight_decay", "momentum"], 8000, None, 1.0, "orthogonal", {}, False),
         (["learning_rates_of_all_kinds"], 800, None, 1.0, "permutations", {}, False),
@@ -38,6 +38,11 @@ def test_the_plan(names, total_steps, interval, outer_step, design, until, finds
     assert (plan.interval, plan.outer_step, plan.design) == (interval, outer_step, design)
     assert (dict(plan.until), plan.finds) == (until, finds)
     assert set(plan.why) == set(names)
+
+
+def test_an_outer_step_is_asked_for_where_the_rate_was_found():
+    auto = hdet.Auto(outer_step=0.5)
+    assert [auto.plan(["learning_rate"], steps).outer_step for steps in (500, 501, None)] == [1.0, 0.5, 0.5]
 
 
 def test_the_reasons_are_given_in_words():

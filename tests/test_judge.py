@@ -203,7 +203,7 @@ def test_the_record_says_what_the_probe_cost():
 def found_before_the_run():
     """Auto in a long run: prepare() scales the schedule and leaves everything else as it was."""
     model, o, ensemble, _ = make(controller=hdet.Auto(), total_steps=5000, interval="auto")
-    assert ensemble.interval == 25
+    assert ensemble.interval == 10
     before = [p.detach().clone() for p in model.parameters()]
 
     def step(index):
@@ -263,7 +263,7 @@ def no_prepare(finds):
     model, o, ensemble, _ = make(
         controller=hdet.Auto(finds=finds), total_steps=5000, interval="auto", on_round=[kept.append]
     )
-    train(model, o, ensemble, 30)
+    train(model, o, ensemble, 12)
     ensemble.close()
 
 
@@ -274,7 +274,7 @@ def test_auto_in_a_long_run_says_what_it_picked_and_warns_if_it_may_not_look():
     kept.clear()
     with pytest.warns(UserWarning, match=r"ensemble\.prepare\(step_fn\)"):
         hdet.in_process(no_prepare, 2, True)
-    assert kept[0].step == 25
+    assert kept[0].step == 10
     assert kept[0].events[0].startswith("learning_rate: to be found before the first step")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -315,6 +315,28 @@ def found_with_local_gradients(wrapped):
     found = ensemble.prepare(step)
     assert not model.require_backward_grad_sync
     return found.rate
+
+
+def length_unknown(gradients):
+    seen = []
+    model, o, ensemble, _ = make(
+        controller=hdet.Auto(finds=False),
+        total_steps=None,
+        interval="auto",
+        gradients=gradients,
+        on_round=[seen.append],
+    )
+    assert ensemble.interval == 10
+    train(model, o, ensemble, 25)
+    ensemble.finish()
+    return [(record.step, record.probe, record.probe_seconds < 1e-3) for record in seen]
+
+
+@pytest.mark.parametrize("gradients", ["shared", "local"])
+def test_nothing_is_probed_where_nothing_is_explored(gradients):
+    """Auto in a run of unknown length: a rate that was found is not fanned out, and local gradients need no probe."""
+    seen = hdet.in_process(length_unknown, 2, gradients)[0]
+    assert seen == [(10, None, True), (20, None, True), (25, None, True)]
 
 
 def test_the_rate_is_found_with_shared_gradients_even_where_training_has_local_ones():

@@ -266,13 +266,18 @@ def test_after_a_search_a_charged_run_is_the_plain_run_of_the_steps_that_are_lef
     told = hdet.FoundRate(3e-3, 1.0, ((3e-3,),), (1e-3, 9e-3), 1.0, 2.0, [], [], 960, 1280, 970.0, 1234.0)
     monkeypatch.setattr(starts, "find", lambda *given: told)
     words = ["train", "flights", "--size", "smoke", "--in-process", "--folder"]
-    auto = ["--steps", "1001", "--controller", "auto", "--charge"]
+    auto = ["--steps", "1001", "--controller", "auto", "--charge", "--checkpoint-every", "10"]
     assert cli.main([*words, str(tmp_path / "auto"), *auto]) == 0
     alone = ["--steps", "39", "--peak-lr", "3e-3", "--controller", "none"]
     assert cli.main([*words, str(tmp_path / "plain"), *alone]) == 0
     auto, plain = (read(tmp_path / name / "result.json") for name in ("auto", "plain"))
     assert auto["steps"] == plain["steps"] == 1001 - 960 - 2
     assert auto["held_out"] == plain["held_out"]
+    whole = losses(tmp_path / "auto")
+    stop_at(tmp_path / "auto", 20)
+    assert cli.main(["resume", str(tmp_path / "auto"), "--in-process"]) == 0
+    assert read(tmp_path / "auto" / "result.json")["resumed_at"] == [20]
+    assert losses(tmp_path / "auto") == whole
 
 
 def test_flights_explores_each_parameter_group(tmp_path):
@@ -367,11 +372,10 @@ def test_a_run_whose_rate_was_found_goes_on_with_it(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     words = ["train", "digits", "--size", "smoke", "--steps", "1001", "--controller", "auto", "--charge"]
     explore = ["--explore", "learning_rate=2,weight_decay=0.3", "--checkpoint-every", "10", "--in-process"]
-    explore += ["--interval", "10"]
     assert cli.main([*words, *explore, "--folder", str(folder)]) == 0
     result = read(folder / "result.json")
     left = 1001 - 960 - 1280 / 3 / RunOptions("digits", size="smoke").make_task().global_batch
-    assert result["steps"] == int(left / (1 + 3 * 4 / 3 / 10))
+    assert result["steps"] == int(left / (1 + 3 * 4 / 3 / 10))  # rounds of 10 steps: the long run's plan, as charged
     rounds = read_lines(folder / "rounds.jsonl")
     assert [record["steps"] for record in rounds][:2] == [10, 10]
     assert len(set(rounds[0]["hyperparameters"]["learning_rate"]["values"])) == 1  # it was found: not fanned out
@@ -413,7 +417,7 @@ def test_a_search_that_ends_is_charged_while_it_lasts(monkeypatch):
 def test_a_search_that_costs_the_whole_run_is_refused():
     options = RunOptions("digits", controller="auto", steps=600, charge=True, replicas=4)
     found = hdet.FoundRate(1e-3, 1.0, ((1e-3,),), (1e-3, 1e-3), 1.0, 2.0, [], [], 600, 0, 0.0, 0.0)
-    with pytest.raises(LabError, match="finding the rate costs all of the 600 steps; write --steps 2400"):
+    with pytest.raises(LabError, match="finding the rate costs all of the 600 steps; take a longer run"):
         setup.charged_steps(options, options.make_task(), found)
 
 

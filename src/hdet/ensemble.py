@@ -563,7 +563,7 @@ class Ensemble:
         at = self._rounds.at
         if at.step > 0 and not at.step_in_round:
             self._recovery.keep_if_none()
-        if self._judge.probes and self._rounds.diverges and at.round > 0 and not at.cut:
+        if self._judge.probes and self._rounds.explores and at.round > 0 and not at.cut:
             with self._values.at_center():  # round 0 is left out: noisy copies of a checkpoint may begin it
                 self._judge.begin(at.round, self.replicas)
 

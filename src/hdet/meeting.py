@@ -51,7 +51,8 @@ class Meeting:
         """Check that all replicas are at the same place with the same tensors; return what they are judged by."""
         at, replicas, gone = self._rounds.at, self._rounds.replicas, self._joining.ended
         device = self._device(tensors)
-        scores = self._judge.end(at.round, full, replicas, device)
+        compared = self._rounds.explores
+        scores = self._judge.end(at.round, full and compared, replicas, device)
         how = self._health.condition(device, full=full, joining=self._joining.open, ended=gone)
         replicas.arrive(f"{_NO_MORE_DATA if gone else f'the end of round {at.round}'} (step {at.step})")
         options, explored = [*self._settings.options().items()], self._settings.hyperparameters
@@ -63,7 +64,7 @@ class Meeting:
             raise error.and_then(converge.UNTOUCHED) from error
         if gone:
             full = any(row[-1] for row in table if not ended(row))
-        judged = self._judge.read(table, full)
+        judged = self._judge.read(table, full and compared)
         census = take_census(table, judged, self._health.guarded)
         return census.view(judged), census
 

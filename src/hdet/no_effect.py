@@ -56,9 +56,8 @@ def warn_of_outer_step(outer: OuterStep, interval: int, total_steps: int | None)
 def warn_not_prepared() -> None:
     """Warn that a rate was to be found before the first step."""
     warnings.warn(
-        "Auto finds the learning rate of a run of more than 500 steps before the first one, and nobody let it: call "
-        "ensemble.prepare(step_fn); or, if you know the rate, write controller=hdet.Auto(finds=False); or, for a line "
-        "search along the way, hdet.Auto(short=1000), at most 1000 steps being short then",
+        "Auto finds the learning rate of a long run before the first step, and nobody let it: call "
+        "ensemble.prepare(step_fn); or, if you know the rate, write controller=hdet.Auto(finds=False)",
         stacklevel=7,
     )
 

@@ -86,6 +86,11 @@ class Rounds:
         return self._find_out() if self._diverges is None else self._diverges
 
     @property
+    def explores(self) -> bool:
+        """Whether the replicas try different values in this round, so that there is something to compare."""
+        return self.diverges and bool(self._explored())
+
+    @property
     def multipliers(self) -> dict[str, float]:
         """This replica's multipliers, by hyperparameter."""
         replicas = self.replicas

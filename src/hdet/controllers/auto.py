@@ -39,7 +39,7 @@ class Auto:
         finds: whether the rate of a long run is to be found; False if you know it.
         outer_step: how much of a round's way is taken at converge in long runs with a learning rate. A half forgives
             rates that are too high, and the rate that is found is twice as high for it: docs/research.md.
-        interval: optimizer steps per round that it asks for if that is not the whole way.
+        interval: optimizer steps per round that it asks for in those runs.
 
     >>> Auto().plan(["learning_rate", "weight_decay"], 400).design
     'turns'
@@ -90,7 +90,7 @@ class Auto:
             why += f"; converge takes {self.outer_step:g} of each round's way, which forgives a high rate"
         return replace(
             slope,
-            interval=self.interval if self.outer_step < 1 else slope.interval,
+            interval=self.interval,
             outer_step=self.outer_step,
             until=dict.fromkeys(rates, 0),
             finds=self.finds,

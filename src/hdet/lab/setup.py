@@ -64,8 +64,7 @@ def charged_steps(options: RunOptions, task: Task, found: FoundRate | None) -> i
         left -= found.steps + found.samples / 3 / task.global_batch
         if left < 1:
             raise LabError(
-                f"finding the rate costs all of the {task.steps} steps; write --steps {4 * task.steps}, or leave "
-                "--charge out"
+                f"finding the rate costs all of the {task.steps} steps; take a longer run, or leave --charge out"
             )
     steps = max(1, math.floor(left))
     while True:  # shorter runs have shorter rounds, so this only ever falls

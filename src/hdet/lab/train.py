@@ -29,7 +29,8 @@ def train(options: RunOptions, folder: str | Path, recipe: Recipe = ONE_CYCLE) -
 
     A `recipe` trains with another optimizer or schedule. A run with checkpoints in `folder` goes on from the last one.
 
-    The losses on the held-out data are those of the average of the replicas, and known to the first one only:
+    The losses on the held-out data are those of the average of the replicas (of the first one, where nothing averages
+    them: a warm initialisation without fan-out), and known to the first one only:
     `held_out` of all samples, `held_out_unseen` of the half that no held-out probe draws from. The first is the
     result of a run without such a probe, the second of a run with one and of those that are compared with it.
 
@@ -52,10 +53,10 @@ def train(options: RunOptions, folder: str | Path, recipe: Recipe = ONE_CYCLE) -
     start = settle(options, task, model, optimizer, peak_lr, files)
     if options.warm_noise:
         warm_init(model, options.warm_noise, seed=options.seed)
-    clock = Clock(start.seconds)
     steps = start.steps
-    if steps < task.steps:  # of what was charged
+    if steps < task.steps:  # because of what was charged
         task = options.replace(steps=steps).make_task()
+    clock = Clock(start.seconds)
     schedule = recipe.schedule(optimizer, start.peak_lr, steps)
     scales = Scales(optimizer, start.peak_lr)
     sinks: list[Callable[[RoundRecord], None]] = [scales] if files is None else [scales, files.record]

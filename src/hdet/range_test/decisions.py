@@ -22,11 +22,10 @@ _LONG = 8000  # steps of a run that is worth the slowest ramps
 
 
 class Coarse:
-    """80 steps from 1e-3 to 1e3 times the start: where the loss begins to fall.
+    """80 steps from 1e-3 to 1e3 times the start, or 40: where the loss begins to fall.
 
     Args:
-        total_steps: the length of the run to come. 2,000 and less are worth half as many steps, 8,000 and more all of
-            them, None too.
+        total_steps: the length of the run to come. 2,000 and less are worth 40 steps, 8,000 and more 80, None too.
     """
 
     width = 3
@@ -37,15 +36,15 @@ class Coarse:
 
     def ramp(self, start: float) -> list[tuple[int, float]]:
         """(index, rate) of each step. The rates lie on a grid that does not depend on the start, and each has its own
-        index modulo `steps`: from whatever start, the ramp meets the same batches at the same rates, give or take
-        rounding.
+        index modulo `steps`: from whatever start, the ramp meets the same batches at the same rates, and is scored at
+        the same ones, give or take rounding.
 
         >>> [(index, f"{rate:.2g}") for index, rate in Coarse().ramp(1.0)[:80:79]]
         [(40, '0.00092'), (39, '9.2e+02')]
         >>> [(index, f"{rate:.2g}") for index, rate in Coarse().ramp(1.3)[:80:79]]
         [(42, '0.0013'), (41, '1.3e+03')]
         """
-        first = round(math.log(1e-3 * start) / self.growth)
+        first = self.every * round(math.log(1e-3 * start) / (self.growth * self.every))
         return [(k % self.steps, math.exp(self.growth * k)) for k in range(first, first + 2 * self.steps)]
 
     def over(self, curve: Curve, first: float) -> bool:
@@ -58,18 +57,17 @@ class Coarse:
         return fallen and len(curve) * self.every >= self.steps
 
     def half_way(self, curve: Curve, first: float) -> float | None:
-        """A: the first rate at which half of the whole drop is made, interpolated; None if there is no drop.
+        """A: the first rate at which half of the whole drop is made; None if there is no drop. It is one of the scored
+        ones, so that ramps from different starts end at the very same rate.
 
-        >>> curve = [(1.0, 4.0), (2.0, 3.0), (4.0, 2.0), (8.0, 1.0), (16.0, 1.0), (32.0, 1.0)]
-        >>> round(Coarse().half_way(curve, 4.0), 3)  # smoothed 3.5 3 2 1.3 1 1: half way at 2.5
-        2.828
+        >>> Coarse().half_way([(1.0, 4.0), (2.0, 3.0), (4.0, 2.0), (8.0, 1.0), (16.0, 1.0), (32.0, 1.0)], 4.0)
+        4.0
         """
         values = smooth(curve, first, self.width)
         lowest = min(values, default=first)
         if not lowest < first:
             return None
-        half = (first + lowest) / 2
-        return _crossing(curve, values, next(k for k, v in enumerate(values) if v <= half), half)
+        return next(rate for (rate, _), v in zip(curve, values, strict=True) if v <= (first + lowest) / 2)
 
 
 class Fine:
@@ -124,9 +122,8 @@ class Fine:
         at = values.index(lowest)
         low = next(k for k, v in enumerate(values) if v <= edge)
         high = next((k for k in range(at, len(values)) if values[k] > edge), None)
-        return _crossing(curve, values, low, edge), curve[-1][0] if high is None else _crossing(
-            curve, values, high, edge
-        )
+        last = curve[-1][0] if high is None else _crossing(curve, values, high, edge)
+        return _crossing(curve, values, low, edge), last
 
 
 def smooth(curve: Curve, first: float, width: int) -> list[float]:
