@@ -4,7 +4,7 @@
     python benchmarks/evidence.py ablation returns  # these parts
     python benchmarks/evidence.py all               # everything: under 3 hours on 2 cores
 
-ablation    the paper's six rows on text and flights, 3 seeds      results/ablation-TASK-DATE.md and .json
+ablation    the paper's six rows, text 2 seeds, flights 3          results/ablation-TASK-DATE.md and .json
 returns     2, 4, 8 and 16 replicas on flights, 3 seeds            results/returns-flights-DATE.md and .json
 quality     every method from wrong starts, see quality.py         results/quality-DATE.md, speed-DATE.md, *.png
 
@@ -24,17 +24,17 @@ from provenance import DATE, header
 
 HERE = Path(__file__).parent
 RUNS = Path("runs/evidence")
-SEEDS = 3
-LAB = {  # part: name of the result, its title, the command of the lab, the file that it leaves
+LAB = {  # part: name of the result, its title, the command of the lab, its seeds, the file that it leaves
     "ablation": [
-        (f"ablation-{task}", f"The paper's ablation on {task}", ["ablate", task], "ablate.json")
-        for task in ("text", "flights")
+        (f"ablation-{task}", f"The paper's ablation on {task}", ["ablate", task, "--in-process"], seeds, "ablate.json")
+        for task, seeds in (("flights", 3), ("text", 2))
     ],
     "returns": [
         (
             "returns-flights",
             "What more replicas bring on flights, line search, its cost charged",
-            ["returns", "flights", "--controller", "line_search", "--charge"],
+            ["returns", "flights", "--controller", "line_search", "--charge", "--in-process"],
+            3,
             "returns.json",
         )
     ],
@@ -44,14 +44,14 @@ QUALITY = (["all", "--workers", "2"], ["pictures"], ["table", "--write"], ["spee
 MINUTES = {"ablation": 30, "returns": 13, "quality": 130}
 
 
-def lab(name: str, title: str, command: list[str], left: str, *options: str) -> Path:
+def lab(name: str, title: str, command: list[str], seeds: int, left: str, *options: str) -> Path:
     """Run a command of the lab, or what is missing of it; its table in a dated file."""
     folder = RUNS / name
-    command = [*command, "--seeds", str(SEEDS), "--folder", str(folder), *options]
+    command = [*command, "--seeds", str(seeds), "--folder", str(folder), *options]
     told = subprocess.run([sys.executable, "-m", "hdet.lab", *command], stdout=subprocess.PIPE, text=True, check=True)
     how = f"Written by `python benchmarks/evidence.py`, which ran `hdet {shlex.join(command)}`."
     written = HERE / "results" / f"{name}-{DATE}.md"
-    written.write_text(f"{header(title, how, list(range(SEEDS)))}```\n{told.stdout.strip()}\n```\n")
+    written.write_text(f"{header(title, how, list(range(seeds)))}```\n{told.stdout.strip()}\n```\n")
     shutil.copy(folder / left, written.with_suffix(".json"))
     return written
 
@@ -67,8 +67,8 @@ def main() -> int:
         print("\n".join(f"{part:10} about {minutes} minutes on 2 idle cores" for part, minutes in MINUTES.items()))
         print(f"{'all':10} about {sum(MINUTES.values()) / 60:.1f} hours")
     for part in chosen:
-        for name, title, command, left in LAB.get(part, []):
-            print(lab(name, title, command, left), flush=True)
+        for what in LAB.get(part, []):
+            print(lab(*what), flush=True)
         for verb in QUALITY if part == "quality" else ():
             subprocess.run([sys.executable, str(HERE / "quality.py"), *verb], check=True)
     return 0

@@ -44,7 +44,7 @@ def search(task: str, optimizer: str, seed: int, start: float) -> dict:
 
     def work() -> hdet.FoundRate:
         model = hdet.data_parallel(made.model())
-        return find(options, made, model, made.optimizer(model, start, optimizer), outer_step=0.5)
+        return find(options, made, model, made.optimizer(model, start, optimizer))
 
     found = hdet.in_process(work, 1)[0]
     return {"rate": found.rate, "cost": round(found.steps + found.samples / 3 / made.global_batch)}

@@ -56,15 +56,17 @@ class Part(NamedTuple):
 
 ALL = tuple(name for name in METHODS if name != "line search")  # at 1,000 steps it is no choice: active.py
 ONCE = ("hypergradient, constant", "hypergradient, relative")  # on one task
-SLOW = ("paper", "hypergradient")  # from three starts where a run takes minutes
+SLOW = ("paper", "hypergradient")  # from three starts where a run takes longer
 FAR = ("1/30", "1", "10")
 SET = (
     Part("flights", "standard", ALL),
-    Part("digits", "standard", tuple(name for name in ALL if name not in ONCE)),
-    Part("text", "standard", tuple(name for name in ALL if name not in ONCE + SLOW)),
-    Part("text", "standard", SLOW, FAR),
+    Part("digits", "standard", tuple(name for name in ALL if name not in ONCE + SLOW)),
+    Part("digits", "standard", SLOW, FAR),
+    Part("text", "standard", tuple(name for name in ALL if name not in (*ONCE, *SLOW, "plain", "auto"))),
+    Part("text", "standard", ("plain", "auto"), FAR),
+    Part("text", "standard", SLOW, FAR, seeds=1),
     Part("flights", "long", ("plain", "auto", "paper"), FAR),
-    Part("text", "long", ("plain", "auto"), FAR, seeds=1),
+    Part("text", "long", ("plain", "auto"), FAR),
     Part("text", "long", ("paper",), ("1/30",), seeds=1),
 )
 
