@@ -1,13 +1,17 @@
 """The paper's ablation: every row is a run of its own kind, and a stopped one goes on."""
 
 import json
+import re
 
 import pytest
 
 from hdet.lab import ablate as ablation
 from hdet.lab import cli, runs
-from hdet.lab.errors import OptionError
+from hdet.lab import start as starts
+from hdet.lab.errors import NoRateError, OptionError
 from hdet.lab.folder import read
+from hdet.lab.options import RunOptions
+from hdet.lab.worker import Job
 
 SMALL = ("ablate", "text", "--size", "smoke", "--steps", "6", "--replicas", "2", "--seeds", "1", "--in-process")
 
@@ -107,3 +111,19 @@ def test_a_row_that_diverges_is_a_row(tmp_path, capsys):
     assert "diverged" in capsys.readouterr().out
     told = read(tmp_path / "runs" / "softmax-shared-warm-lr-1e+20-seed-0" / "result.json")["diverged"]
     assert "the run has diverged" in told
+
+
+def test_a_search_that_finds_nothing_is_a_row(tmp_path, monkeypatch):
+    def nothing(*given):
+        raise NoRateError("the probe's loss never fell")
+
+    monkeypatch.setattr(starts, "find", nothing)
+    options = RunOptions("digits", size="smoke", steps=501, controller="auto", charge=True)
+    jobs = [Job(options.replace(seed=seed), str(tmp_path / f"run-{seed}")) for seed in (0, 1)]
+    results = runs.run_all_to_the_end(jobs, lambda size: True)
+    assert [(one["held_out"], one["no_rate"]) for one in results] == [(None, "the probe's loss never fell")] * 2
+    row = {"controller": "auto", "gradients": "shared", "peak_lr": 0.1, "train_losses": [None], "seconds": 1.0}
+    low = {**row, "name": "baseline, low", "losses": [1.0], "train_losses": [1.0], "groups": {}, "no_rate": 0}
+    full = {**row, "name": "full", "losses": [None], "groups": {}, "no_rate": 1}
+    shown = ablation.show({"rows": [low, full], "seeds": [0], "noise": 0.01})
+    assert re.search(r"full +auto, shared +0.1 +no rate found +1 of 1 seeds +-", shown)

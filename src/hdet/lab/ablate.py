@@ -90,6 +90,7 @@ def ablate(
             "losses": [held_out_loss(result, unseen=False) for result in results],
             "train_losses": [result["train_loss"] for result in results],
             "seconds": mean([result["seconds"] for result in results]),
+            "no_rate": sum("no_rate" in result for result in results),
             "groups": _groups([Path(job.folder) for job in jobs]),
         }
         rows.append({**row._asdict(), "peak_lr": rate, **measured})
@@ -108,6 +109,8 @@ def show(result: dict[str, Any]) -> str:
         change = f"{100 * (mean(losses) / low - 1):+.2f}"
         cells = [row["name"], _method(row), f"{row['peak_lr']:.2g}", number(mean(losses))]
         cells += [f"{number(min(losses))}..{number(max(losses))}", change, f"{_PAPER[row['name']]:+.2f}"]
+        if row["no_rate"]:
+            cells[3:6] = ["no rate found", f"{row['no_rate']} of {len(losses)} seeds", "-"]
         lines.append([*cells, number(mean([_finite(x) for x in row["train_losses"]])), f"{row['seconds']:.0f}"])
     header = ["row", "method", "rate", "held-out loss", "min..max", "over low, %", "paper's", "train loss", "seconds"]
     said = (

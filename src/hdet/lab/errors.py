@@ -26,6 +26,10 @@ class FolderError(LabError):
     """The run folder cannot be used."""
 
 
+class NoRateError(LabError):
+    """The search before a run has found no learning rate."""
+
+
 class ReplicaFailedError(LabError):
     """A replica raised; the message holds its traceback."""
 
@@ -44,7 +48,7 @@ class InterruptedRunError(LabError):
         self.threads = threads
 
 
-ONE_LINE = {kind.__name__: kind for kind in (OptionError, FolderError, LabError)}
+ONE_LINE = {kind.__name__: kind for kind in (OptionError, FolderError, NoRateError, LabError)}
 """Errors that a replica reports by their message alone, by name."""
 
 

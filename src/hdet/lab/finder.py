@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet import FindLRError, FoundRate, data_parallel, find_lr, find_replicas
 from hdet.json_lines import strict
-from hdet.lab.errors import LabError
+from hdet.lab.errors import LabError, NoRateError
 from hdet.lab.folder import RunFolder
 from hdet.lab.options import RunOptions
 from hdet.lab.setup import device, make_probe
@@ -27,7 +27,7 @@ def find_rate(options: RunOptions, folder: str | Path) -> dict[str, Any]:
     """Find the rate, collectively; the first replica writes `folder`. What is in find_lr.json, on every replica.
 
     Raises:
-        LabError: if the loss does not fall at any rate.
+        NoRateError: if the loss does not fall at any rate.
     """
     replicas = find_replicas()
     files = RunFolder(folder) if replicas.rank == 0 else None
@@ -50,7 +50,7 @@ def find(options: RunOptions, task: Task, model: nn.Module, optimizer: Optimizer
     """The rate for `model`. The ramps train on the run's batches, from the first one on.
 
     Raises:
-        LabError: if the loss does not fall at any rate.
+        NoRateError: if the loss does not fall at any rate.
     """
     replicas = find_replicas()
     line = StatusLine(f"{options.task}, find-lr, seed {options.seed}", None, replicas.rank == 0)
@@ -68,7 +68,7 @@ def find(options: RunOptions, task: Task, model: nn.Module, optimizer: Optimizer
         probe = make_probe(options, task)
         return find_lr(model, optimizer, step, probe=probe, total_steps=task.steps, outer_step=outer_step)
     except FindLRError as error:
-        raise LabError(str(error)) from error
+        raise NoRateError(str(error)) from error
     finally:
         line.close()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hdet.lab.errors import FolderError, ReplicaFailedError
+from hdet.lab.errors import FolderError, NoRateError, ReplicaFailedError
 from hdet.lab.folder import RunFolder, read, require_empty
 from hdet.lab.launch import launch
 from hdet.lab.options import RunOptions
@@ -36,7 +36,8 @@ def run_all(jobs: Sequence[Job], one_process: Callable[[int], bool]) -> list[dic
 
 
 def run_all_to_the_end(jobs: Sequence[Job], one_process: Callable[[int], bool]) -> list[dict[str, Any]]:
-    """The same, where hdet ends a run that has diverged: its result has no loss, and the others go on.
+    """The same, where hdet ends a run that has diverged, or has no rate to begin with: its result has no loss and says
+    why, as `diverged` or `no_rate`, and the others go on.
 
     Raises:
         FolderError: if a folder holds a run with other options.
@@ -45,13 +46,14 @@ def run_all_to_the_end(jobs: Sequence[Job], one_process: Callable[[int], bool]) 
         started = time.monotonic()
         try:
             return run_all(jobs, one_process)
-        except ReplicaFailedError as error:
+        except (ReplicaFailedError, NoRateError) as error:
             folders = [Path(job.folder) for job in jobs]
             stopped = [path for path in folders if (path / "options.json").exists() and read(path / _RESULT) is None]
-            if _DIVERGED not in str(error) or len(stopped) != 1:
+            why = next((line for line in str(error).splitlines() if _DIVERGED in line), None)
+            said = {"no_rate": str(error)} if isinstance(error, NoRateError) else {"diverged": why}
+            if None in said.values() or len(stopped) != 1:
                 raise
-            said = next(line for line in str(error).splitlines() if _DIVERGED in line)
-            lost = {"held_out": None, "held_out_unseen": None, "train_loss": None, "diverged": said}
+            lost = {"held_out": None, "held_out_unseen": None, "train_loss": None, **said}
             RunFolder(stopped[0]).write(_RESULT, {**lost, "seconds": round(time.monotonic() - started, 3)})
 
 

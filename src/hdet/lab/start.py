@@ -52,7 +52,7 @@ def settle(
         files: where the first replica writes; None on the others.
 
     Raises:
-        LabError: if a rate is looked for and the loss does not fall at any.
+        NoRateError: if a rate is looked for and the loss does not fall at any.
     """
     known = _known(files) if options.checkpoint_every else None
     if known is not None:

@@ -147,7 +147,8 @@ def _find(bench: Bench, factor: float, coarse: Coarse, fine: Fine) -> FoundRate:
     if interval is None:
         raise FindLRError(
             f"the probe's loss fell by less than 1 % from {first:.6g} at {_range(second_curve)}; train some hundred "
-            "steps at a low rate and call find_lr then, or take a larger probe"
+            "steps at a low rate and call find_lr then, or take a larger probe; weights that are trained already have "
+            "no way to fall, so give their rate yourself"
         )
     rate = factor * math.sqrt(interval[0] * interval[1])
     return FoundRate(
