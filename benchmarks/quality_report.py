@@ -126,7 +126,7 @@ def _cell(study: Study, rows: list[dict]) -> str:
 
 
 def _percent(value: float) -> str:
-    return f"{value:.1f}" if math.isfinite(value) else "diverged"
+    return f"{round(value, 1) + 0.0:.1f}" if math.isfinite(value) else "diverged"  # no minus before a zero
 
 
 def _costs(study: Study, rows: list[dict], runs: int = 1) -> str:
@@ -150,25 +150,31 @@ def _sweep_cost(study: Study) -> str:
 
 
 def readme_table(rows: Iterable[dict], on_grid: OnGrid) -> str:
-    """The means alone, with AdamW, where `Auto` was run."""
-    lines = [f"| start, times the best rate | {' | '.join(STARTS)} | cost |", "|---|" + "---|" * (len(STARTS) + 1)]
-    for study in studies(rows, on_grid):
-        task, size, optimizer = study.about
-        if optimizer != "adamw" or not study.of("auto"):
-            continue
-        where = f"{task}, {size}"
+    """A line for each method, a column for each study with AdamW in which `Auto` was run: the mean regret, of the best
+    and of the worst start where the method has one.
+    """
+    shown = [study for study in studies(rows, on_grid) if study.about[2] == "adamw" and study.of("auto")]
+    cells: dict[str, list[str]] = {}
+    costs: dict[str, list[float]] = {}
+
+    def put(what: str, column: int, regrets: list[float], cost: float) -> None:
+        low, high = (_percent(end) for end in (min(regrets), max(regrets)))
+        cells.setdefault(what, [""] * len(shown))[column] = low if low == high else f"{low} .. {high}"
+        costs.setdefault(what, []).append(cost)
+
+    for column, study in enumerate(shown):
         for name, method in METHODS.items():
-            if method.rates or not study.of(name):
-                continue
-            parts = [study.of(name, study.start(start)) for start in STARTS]
-            cells = [_percent(statistics.fmean(map(study.regret, part))) if part else "" for part in parts]
-            if any(cells):
+            parts = [] if method.rates else [study.of(name, study.start(start)) for start in STARTS]
+            regrets = [statistics.fmean(map(study.regret, part)) for part in parts if part]
+            if regrets:
                 cost = statistics.fmean(row.get("cost", 1.0) for part in parts for row in part)
-                lines.append(f"| {where}, {method.what} | {' | '.join(cells)} | {cost:.2f} |")
+                put(method.what, column, regrets, cost)
         for what, mine, runs in _without_start(study):
             cost = runs * statistics.fmean(row.get("cost", 1.0) for row in mine)
-            cells = [_percent(statistics.fmean(map(study.regret, mine))), *[""] * (len(STARTS) - 1)]
-            lines.append(f"| {where}, {what} (any start) | {' | '.join(cells)} | {cost:.2f} |")
+            put(what.rpartition(": ")[0] or what, column, [statistics.fmean(map(study.regret, mine))], cost)
+    where = " | ".join(f"{task}, {size}" for task, size, _ in (study.about for study in shown))
+    lines = [f"| regret in % | {where} | cost |", "|---|" + "---|" * (len(shown) + 1)]
+    lines += [f"| {what} | {' | '.join(row)} | {max(costs[what]):.2f} |" for what, row in cells.items()]
     return "\n".join(lines)
 
 

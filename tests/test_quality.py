@@ -185,6 +185,15 @@ def test_tables_by_hand():
     assert "2 plain runs saved" in text
 
 
+def test_the_readme_table_by_hand():
+    assert quality_report.readme_table(MADE_UP, quality.on_grid).splitlines()[2:] == [
+        "| OneCycleLR | 0.0 .. diverged | 1.00 |",
+        "| `Auto` | 7.5 | 1.00 |",
+        "| Schedule-Free AdamW, its default rate of 0.0025 | 15.0 | 1.00 |",
+        "| Schedule-Free AdamW, best of 0.001, 0.0025, 0.01 | 10.0 | 3.00 |",
+    ]
+
+
 def test_speed_by_hand():
     text = quality_report.speed(MADE_UP, quality.on_grid)
     rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if "`Auto`" in line]
