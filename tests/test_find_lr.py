@@ -391,7 +391,7 @@ def test_no_rate_and_lbfgs_are_refused():
 # The decisions, against a plain twin and against curves whose answer is known.
 
 
-def twin(losses, first, every, width, scales, stage, least=80):
+def twin(losses, first, every, width, scales, stage):
     """The whole test of one stage in one loop, on a known curve: the points taken."""
     taken, means = [], []
     for index, scale in enumerate(scales):
@@ -405,7 +405,7 @@ def twin(losses, first, every, width, scales, stage, least=80):
             best = min(means)
             if means[-1] > 1.02 * first or (best < 0.95 * first and means[-1] > best + (first - best) / 2):
                 break
-            times = {"fine": 4, "coarse": 30 if index + 1 >= least else math.inf}[stage]
+            times = {"fine": 4, "coarse": 30 if index + 1 >= 80 else math.inf}[stage]
             if best < 0.99 * first and scale >= times * taken[means.index(best)][0]:
                 break
     return taken
@@ -440,10 +440,9 @@ def walk(stage, scales, losses, first=1.0):
 @pytest.mark.parametrize(("total_steps", "every"), [(None, 8), (2000, 4), (10, 2)])
 def test_a_known_valley(bottom, width, total_steps, every):
     losses = valley(bottom, width)
-    coarse, fine = Coarse(total_steps), Fine(total_steps)
+    coarse, fine = Coarse(), Fine(total_steps)
     first_curve = walk(coarse, rates(coarse, 1.0), losses)
-    scored, least = (2, 40) if total_steps else (4, 80)
-    assert first_curve == twin(losses, 1.0, scored, 3, rates(coarse, 1.0), "coarse", least)
+    assert first_curve == twin(losses, 1.0, 4, 3, rates(coarse, 1.0), "coarse")
     half_way = coarse.half_way(first_curve, 1.0)
     expected = max(-width / math.sqrt(2), math.log(first_curve[0][0] / bottom))  # the ramp may begin in the valley
     assert math.log(half_way / bottom) == pytest.approx(expected, abs=0.5)
@@ -467,16 +466,15 @@ def test_ramps_span_what_they_should():
         assert math.log(short[-1] / fine[-1]) == pytest.approx(0, abs=0.16)  # the same span, within two steps
 
 
-@pytest.mark.parametrize(("total_steps", "length"), [(None, 80), (4000, 57), (1000, 40)])
-def test_coarse_ramps_from_all_starts_meet_the_same_batches_at_the_same_rates(total_steps, length):
+def test_coarse_ramps_from_all_starts_meet_the_same_batches_at_the_same_rates():
     batches = {}
     for start in (1e-9, 3.3e-4, 1e-2, 1.0, 7.7, 1e6):
-        steps = Coarse(total_steps).ramp(start)
-        assert sorted(index for index, _ in steps[:length]) == list(range(length))
-        assert steps[length - 1][1] / steps[0][1] == pytest.approx(1e6, rel=0.3)
+        steps = Coarse().ramp(start)
+        assert sorted(index for index, _ in steps[:80]) == list(range(80))
+        assert {index % 4 for index, _ in steps[3::4]} == {3}  # those that are scored
         for index, rate in steps:
             assert batches.setdefault(f"{rate:.9e}", index) == index
-    assert len(batches) < 6 * 2 * length
+    assert len(batches) < 6 * 160
 
 
 def test_a_coarse_ramp_goes_on_until_the_valley_is_behind_it():

@@ -18,21 +18,17 @@ _FACTORS = (1.0, 0.5)
 _SPAN = 9.24  # of the logarithm of the rate, in the fine ramp
 _SCORED = 0.16  # of it, between two scores
 _GROWTH = 0.02  # of it, in a step of the slowest fine ramp
-_LONG = 8000  # steps of a run that is worth the slowest ramps
+_STEEPEST = 4.0  # times that, for the shortest runs
+_LONG = 8000  # steps of a run that is worth the slowest ramp
 
 
 class Coarse:
-    """80 steps from 1e-3 to 1e3 times the start, or 40: where the loss begins to fall.
+    """80 steps from 1e-3 to 1e3 times the start: where the loss begins to fall."""
 
-    Args:
-        total_steps: the length of the run to come. 2,000 and less are worth 40 steps, 8,000 and more 80, None too.
-    """
-
+    steps = 80
+    growth = math.log(1e6) / 79
+    every = 4
     width = 3
-
-    def __init__(self, total_steps: int | None = None) -> None:
-        steep = _steepness(total_steps, 2.0)
-        self.growth, self.steps, self.every = math.log(1e6) / 79 * steep, round(80 / steep), round(4 / steep)
 
     def ramp(self, start: float) -> list[tuple[int, float]]:
         """(index, rate) of each step. The rates lie on a grid that does not depend on the start, and each has its own
@@ -42,7 +38,7 @@ class Coarse:
         >>> [(index, f"{rate:.2g}") for index, rate in Coarse().ramp(1.0)[:80:79]]
         [(40, '0.00092'), (39, '9.2e+02')]
         >>> [(index, f"{rate:.2g}") for index, rate in Coarse().ramp(1.3)[:80:79]]
-        [(42, '0.0013'), (41, '1.3e+03')]
+        [(44, '0.0018'), (43, '1.8e+03')]
         """
         first = self.every * round(math.log(1e-3 * start) / (self.growth * self.every))
         return [(k % self.steps, math.exp(self.growth * k)) for k in range(first, first + 2 * self.steps)]
@@ -84,7 +80,8 @@ class Fine:
     width = 3
 
     def __init__(self, total_steps: int | None = None) -> None:
-        self.growth = _GROWTH * _steepness(total_steps, 4.0)
+        steep = 1.0 if total_steps is None else min(max(math.sqrt(_LONG / total_steps), 1.0), _STEEPEST)
+        self.growth = _GROWTH * steep
         self.every = round(_SCORED / self.growth)
 
     def ramp(self, half_way: float) -> list[tuple[int, float]]:
@@ -158,15 +155,6 @@ def default_factor(outer_step: float, fine: Fine) -> float:
     (low, high), (widest, plain) = _OUTER_STEPS, _FACTORS
     part = (max(outer_step, low) - low) / (high - low)
     return float(widest ** (1 - part) * plain**part * math.sqrt(_GROWTH / fine.growth))
-
-
-def _steepness(total_steps: int | None, most: float) -> float:
-    """How much faster than for a long run the rate rises.
-
-    >>> [_steepness(steps, 4.0) for steps in (None, 100_000, 8000, 2000, 1)]
-    [1.0, 1.0, 1.0, 2.0, 4.0]
-    """
-    return 1.0 if total_steps is None else min(max(math.sqrt(_LONG / total_steps), 1.0), most)
 
 
 def _crossing(curve: Curve, values: Sequence[float], after: int, edge: float) -> float:

@@ -69,8 +69,8 @@ def find_lr(
             batch for the same index gives the same answer from every start. Gradients are cleared and the optimizer
             steps here.
         probe: what the weights are scored on; about four global batches. An iterable as its data moves on by one probe.
-        total_steps: the length of the training to come. For 2,000 steps the ramps have half as many steps as for 8,000
-            and more, and as many scores; None is taken for long.
+        total_steps: the length of the training to come. For 2,000 steps the fine ramp has half as many steps as for
+            8,000 and more, and as many scores; None is taken for long.
         outer_step: that of the training to come; a half allows higher rates.
         factor: on sqrt(lo hi); by default 0.5, 1.0 with an outer step of 1/2, and less for less than 8,000 steps.
         also: further objects with `state_dict()` and `load_state_dict()` that steps change, such as samplers.
@@ -97,7 +97,7 @@ def find_lr(
     with Agreement("hdet.find_lr", where):
         if total_steps is not None:
             check_count("total_steps", total_steps)
-        coarse, fine = Coarse(total_steps), Fine(total_steps)
+        fine = Fine(total_steps)
         factor = _check_factor(outer_step, factor, fine)
         check_deepspeed(optimizer, model)
         optimizers = _optimizers(optimizer)
@@ -109,7 +109,7 @@ def find_lr(
     replicas.arrive("hdet.find_lr")
     try:
         bench.require_agreement()
-        return _find(bench, factor, coarse, fine)
+        return _find(bench, factor, fine)
     except FindLRError:
         raise
     except Exception as error:
@@ -122,7 +122,7 @@ def find_lr(
         replicas.close()
 
 
-def _find(bench: Bench, factor: float, coarse: Coarse, fine: Fine) -> FoundRate:
+def _find(bench: Bench, factor: float, fine: Fine) -> FoundRate:
     started = time.perf_counter()
     start = bench.start
     bench.rewind()
@@ -132,6 +132,7 @@ def _find(bench: Bench, factor: float, coarse: Coarse, fine: Fine) -> FoundRate:
             f"the probe's loss at the initial weights must be positive and finite, got {first}; check the weights and "
             "the probe's loss_fn, and add a constant to a loss that can be negative"
         )
+    coarse = Coarse()
     first_curve = bench.ramp(coarse.ramp(start), coarse.every, lambda curve: coarse.over(curve, first))
     half_way = coarse.half_way(first_curve, first)
     if half_way is None:
