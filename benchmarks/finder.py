@@ -1,6 +1,7 @@
 """How much the rate that find_lr answers depends on the rate that it begins from, and what it costs.
 
-    python benchmarks/finder.py run          # what is missing of results/finder.jsonl: a quarter of an hour of one core
+    python benchmarks/finder.py run          # what is missing of results/finder.jsonl: some minutes of one core
+    python benchmarks/finder.py run --all    # from six starts in place of three
     python benchmarks/finder.py table        # standard deviations of its logarithm, and costs
 
 Every search is one line. The starts are multiples of the best rate of a sweep at the long size (`quality.py sweep`);
@@ -24,7 +25,7 @@ BEST = {
     ("digits", "adamw"): 8e-3, ("digits", "sgd"): 0.128,
 }  # fmt: skip
 SEEDS = (0, 1, 2)
-FAR = ("1/30", "1", "10")  # these first
+FAR = ("1/30", "1", "10")
 
 
 def known() -> list[dict]:
@@ -50,11 +51,10 @@ def search(task: str, optimizer: str, seed: int, start: float) -> dict:
     return {"rate": found.rate, "cost": round(found.steps + found.samples / 3 / made.global_batch)}
 
 
-def run() -> None:
+def run(starts: tuple[str, ...]) -> None:
     """Every search that has no line yet."""
     done = {tuple(row[key] for key in ("task", "optimizer", "seed", "start")) for row in known()}
-    every = itertools.product(BEST.items(), SEEDS, STARTS)
-    for ((task, optimizer), best), seed, start in sorted(every, key=lambda each: each[2] not in FAR):
+    for ((task, optimizer), best), seed, start in itertools.product(BEST.items(), SEEDS, starts):
         if (task, optimizer, seed, start) in done:
             continue
         about = {"task": task, "optimizer": optimizer, "seed": seed, "start": start}
@@ -85,7 +85,12 @@ def table() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "table"))
-    {"run": run, "table": table}[parser.parse_args().what]()
+    parser.add_argument("--all", action="store_true", help="run: from all starts")
+    arguments = parser.parse_args()
+    if arguments.what == "table":
+        table()
+    else:
+        run(tuple(STARTS) if arguments.all else FAR)
     return 0
 
 
