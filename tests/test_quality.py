@@ -237,7 +237,7 @@ def test_a_part_of_the_evidence_is_a_dated_file_with_its_command(tmp_path, monke
     monkeypatch.setattr(evidence, "RUNS", tmp_path / "runs")
     (tmp_path / "results").mkdir()
     command = ["returns", "digits", "--sizes", "2", "--size", "smoke", "--steps", "3", "--in-process"]
-    written = evidence.lab("returns-small", "Small", command, 3, "returns.json")
+    written = evidence.lab("returns-small", "Small", command, "returns.json")
     text = written.read_text()
     assert text.startswith(f"# Small, {written.stem[-10:]}\n")
     assert "`hdet returns digits --sizes 2 --size smoke --steps 3 --in-process --seeds 3 --folder" in text

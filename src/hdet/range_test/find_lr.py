@@ -104,7 +104,7 @@ def find_lr(
         _check(probe, step_fn, also)
         replicas = find_replicas(where)
         bench = Bench(model, optimizers, step_fn, probe, also, replicas)
-        given = {"outer_step": outer_step, "factor": factor, "probe": probe, "total_steps": total_steps}
+        given = {"total_steps": total_steps, "outer_step": outer_step, "factor": factor, "probe": probe}
         claim(fingerprint(given, optimizers, model))
     replicas.arrive("hdet.find_lr")
     try:
