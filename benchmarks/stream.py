@@ -142,9 +142,9 @@ def at(rates: list[float], losses: list[float], rate: float) -> float:
     return losses[k] + (losses[k + 1] - losses[k]) * (position - k)
 
 
-def factor(rho: float, optimizer: str, seed: int, steps: int) -> dict:
+def factor(stream: Stream, optimizer: str, seed: int, steps: int) -> dict:
     """The sweep, without and with an outer step of 1/2, and what find_lr says."""
-    stream, rates = Stream(rho, seed), grid(optimizer)
+    rates = grid(optimizer)
     models = Models(rates * 2, optimizer, seed, [1.0] * len(rates) + [0.5] * len(rates))
     train(models, stream, steps, lambda step, start: None)
     losses = models.held_out(stream)
@@ -159,22 +159,29 @@ def factor(rho: float, optimizer: str, seed: int, steps: int) -> dict:
         return cross_entropy(model(batch[0]), batch[1])
 
     probe = hdet.Probe(lambda index: [stream.batch(5_000_000 + k) for k in range(4)], loss_fn)
-    found = hdet.find_lr(
-        model, make[optimizer](model.parameters()), lambda i: loss_fn(model, stream.batch(i)).backward(), probe=probe
-    )
-    middle, best = math.sqrt(found.interval[0] * found.interval[1]), min(plain)
+    best = min(plain)
+    swept = {"best rate": rates[plain.index(best)], "losses": plain, "losses, outer 1/2": outer}
+    try:
+        found = hdet.find_lr(
+            model, make[optimizer](model.parameters()), lambda i: loss_fn(model, stream.batch(i)).backward(),
+            probe=probe, total_steps=steps,
+        )  # fmt: skip
+    except hdet.FindLRError as error:
+        return {**swept, "error": str(error)}
+    low, high = found.interval
+    middle = math.sqrt(low * high)
     regret = {
         name: {f: round(100 * (at(rates, row, f * middle) / best - 1), 2) for f in (2, 1.5, 1, 0.75, 0.5, 0.35, 0.25)}
         for name, row in (("plain", plain), ("outer 1/2", outer))
     }
     drop = 1 - min(loss for _, loss in found.fine) / found.first_loss
     return {
-        "best rate": rates[plain.index(best)], "best rate, outer 1/2": rates[outer.index(min(outer))], "middle": middle,
-        "drop": round(drop, 3), "losses": plain, "losses, outer 1/2": outer, "regret by factor": regret,
+        **swept, "best rate, outer 1/2": rates[outer.index(min(outer))], "middle": middle, "interval": [low, high],
+        "drop": round(drop, 3), "regret by factor": regret,
     }  # fmt: skip
 
 
-def signals(rho: float, optimizer: str, seed: int, steps: int) -> dict:
+def signals(stream: Stream, optimizer: str, seed: int, steps: int) -> dict:
     """At which rate, as a multiple of the sweep's best, each signal changes its sign, at several times of the run.
 
     lag: the mean of the last weights (an exponential one over a tenth of the steps so far) against the last weights
@@ -183,7 +190,7 @@ def signals(rho: float, optimizer: str, seed: int, steps: int) -> dict:
     over the last tenth. vertex: where the loss is lowest along the round's displacement D, from the losses at its
     start, end and middle: R - 1/2.
     """
-    stream, rates = Stream(rho, seed), grid(optimizer)
+    rates = grid(optimizer)
     models = Models(rates, optimizer, seed, [1.0] * len(rates))
     times = {round(part * steps / INTERVAL) * INTERVAL: part for part in (0.1, 0.2, 0.3, 0.5, 0.7)}
     mean = [w.clone() for w in models.weights]
@@ -229,11 +236,11 @@ def _crossing(rates: list[float], values: list[float]) -> float | None:
     return None if not above or above[0] == 0 else math.sqrt(rates[above[0] - 1] * rates[above[0]])
 
 
-def distance(rho: float, optimizer: str, seed: int, steps: int) -> dict:
+def distance(stream: Stream, optimizer: str, seed: int, steps: int) -> dict:
     """The rate is the distance from the initial weights over the root of the sum of squared round displacements at unit
     rate, from 13 starts; the growth per round is at most 1.5. Its regrets, by start, against the sweep's best.
     """
-    stream, rates = Stream(rho, seed), grid(optimizer)
+    rates = grid(optimizer)
     plain = Models(rates, optimizer, seed, [1.0] * len(rates))
     train(plain, stream, steps, lambda step, start: None)
     models = Models(rates, optimizer, seed, [1.0] * len(rates))
@@ -264,15 +271,17 @@ def main() -> int:
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--steps", type=int, default=8000)
     parser.add_argument("--noise", default="0,0.5,0.8")
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--seeds", default="0")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for rho in map(float, arguments.noise.split(",")):
         for optimizer in CENTERS:
-            for seed in range(arguments.seeds):
+            for seed in map(int, arguments.seeds.split(",")):
                 about = {"study": arguments.study, "noise": rho, "optimizer": optimizer, "seed": seed}
-                about["steps"] = arguments.steps
-                row = {**about, **STUDIES[arguments.study](rho, optimizer, seed, arguments.steps)}
+                about |= {"steps": arguments.steps, "batch": arguments.batch}
+                stream = Stream(rho, seed, arguments.batch)
+                row = {**about, **STUDIES[arguments.study](stream, optimizer, seed, arguments.steps)}
                 with RESULTS.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print(json.dumps({k: v for k, v in row.items() if not k.startswith("losses")}), flush=True)

@@ -200,7 +200,9 @@ def test_any_optimizer(name):
     found = find(model, optimizer)
     low, high = found.interval
     assert low < high
-    assert found.rate == float(found) == pytest.approx(0.5 * math.sqrt(low * high))
+    assert found.whole == (min(low, high / 16), high)
+    assert found.rate == float(found) == pytest.approx(0.5 * math.sqrt(found.whole[0] * high))
+    assert ("which is narrow" in str(found)) is (high < 16 * low)
     assert everything(model, optimizer) == before
     again = find(model, optimizer)
     assert (again.rate, again.coarse, again.fine) == (found.rate, found.coarse, found.fine)
@@ -452,6 +454,22 @@ def test_a_known_valley(bottom, width, total_steps, every):
     assert math.log(low / bottom) == pytest.approx(-width * math.sqrt(0.1), abs=0.1)
     assert math.log(high / bottom) == pytest.approx(width * math.sqrt(0.1), abs=0.1)
     assert math.sqrt(low * high) == pytest.approx(bottom, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "valley"), [(None, 16.0), (80_000, 16.0), (8000, 16.0), (1000, 8.0), (1, 6.35)]
+)
+def test_a_narrow_valley_counts_as_one_that_goes_on_below(total_steps, valley):
+    fine = Fine(total_steps)
+    assert fine.valley == pytest.approx(valley, rel=1e-3)
+    for width in (1.0, 2.0, 0.99 * fine.valley):
+        low, high = fine.whole((3.0, 3.0 * width))
+        assert high == 3.0 * width  # too high is too high for the run too
+        assert high / low == pytest.approx(fine.valley)
+    wide = (3.0, 3.0 * 1.01 * fine.valley)
+    assert fine.whole(wide) == wide
+    narrow = [fine.whole((rate, 2.0))[0] for rate in (0.5, 1.0, 1.9)]
+    assert narrow == [narrow[0]] * 3  # where it is too fast the ramp's lo says nothing
 
 
 def test_ramps_span_what_they_should():

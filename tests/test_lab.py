@@ -33,6 +33,11 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
+def found_rate(rate, steps, samples=0, cost=0.0, seconds=0.0):
+    interval = (rate / 3, rate * 3)
+    return hdet.FoundRate(rate, 1.0, ((rate,),), interval, interval, 1.0, 2.0, [], [], steps, samples, cost, seconds)
+
+
 def run(*command, timeout=100, **environment):
     """What a command prints and returns."""
     return subprocess.run(
@@ -263,7 +268,7 @@ def test_what_is_charged_shortens_the_run(tmp_path):
 
 
 def test_after_a_search_a_charged_run_is_the_plain_run_of_the_steps_that_are_left(tmp_path, monkeypatch):
-    told = hdet.FoundRate(3e-3, 1.0, ((3e-3,),), (1e-3, 9e-3), 1.0, 2.0, [], [], 960, 1280, 970.0, 1234.0)
+    told = found_rate(3e-3, 960, 1280, 970.0, 1234.0)
     monkeypatch.setattr(starts, "find", lambda *given: told)
     words = ["train", "flights", "--size", "smoke", "--in-process", "--folder"]
     auto = ["--steps", "1001", "--controller", "auto", "--charge", "--checkpoint-every", "10"]
@@ -367,7 +372,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, capsys, monkeypatch):
 
 def test_a_run_whose_rate_was_found_goes_on_with_it(tmp_path, monkeypatch):
     """Its length too, which was charged for the number of replicas that it began with."""
-    told = hdet.FoundRate(3e-3, 1.0, ((3e-3,),), (1e-3, 9e-3), 1.0, 2.0, [], [], 960, 1280, 970.0, 1234.0)
+    told = found_rate(3e-3, 960, 1280, 970.0, 1234.0)
     monkeypatch.setattr(starts, "find", lambda *given: told)
     folder = tmp_path / "run"
     words = ["train", "digits", "--size", "smoke", "--steps", "1001", "--controller", "auto", "--charge"]
@@ -395,7 +400,7 @@ def test_a_run_whose_rate_was_found_goes_on_with_it(tmp_path, monkeypatch):
 def test_what_is_charged_is_what_the_run_that_is_left_costs(controller, steps, found):
     explore = "learning_rate=2" if found or steps == 500 else "weight_decay=0.3"
     options = RunOptions("digits", controller=controller, steps=steps, charge=True, explore=explore, replicas=4)
-    told = hdet.FoundRate(1e-3, 1.0, ((1e-3,),), (1e-3, 1e-3), 1.0, 2.0, [], [], found, 0, 0.0, 0.0) if found else None
+    told = found_rate(1e-3, found) if found else None
     left = setup.charged_steps(options, options.make_task(), told)
     plan = setup.make_controller(options, left, bool(found)).plan(list(options.explored()), left)
 
@@ -416,7 +421,7 @@ def test_a_search_that_ends_is_charged_while_it_lasts(monkeypatch):
 
 def test_a_search_that_costs_the_whole_run_is_refused():
     options = RunOptions("digits", controller="auto", steps=600, charge=True, replicas=4)
-    found = hdet.FoundRate(1e-3, 1.0, ((1e-3,),), (1e-3, 1e-3), 1.0, 2.0, [], [], 600, 0, 0.0, 0.0)
+    found = found_rate(1e-3, 600)
     with pytest.raises(LabError, match="finding the rate costs all of the 600 steps; take a longer run"):
         setup.charged_steps(options, options.make_task(), found)
 

@@ -20,6 +20,7 @@ _SCORED = 0.16  # of it, between two scores
 _GROWTH = 0.02  # of it, in a step of the slowest fine ramp
 _STEEPEST = 4.0  # times that, for the shortest runs
 _LONG = 8000  # steps of a run that is worth the slowest ramp
+_WIDTH = 16.0  # of a valley that the slowest ramp has seen whole, as a ratio of rates
 
 
 class Coarse:
@@ -73,8 +74,15 @@ class Fine:
         total_steps: the length of the run to come. 8,000 and more are worth 2 % a step, so at most 428; 2,000 have half
             of that: the search is to cost a part of the run, and short runs want higher rates. None counts as long.
 
+    Attributes:
+        growth: of the rate's logarithm in a step, from A on.
+        every: steps between two scores.
+        valley: how wide an interval of low losses counts at the least: 16-fold, and 8-fold for 1,000 steps.
+
     >>> [(steps, round(fine.growth, 3), fine.every) for steps in (None, 8000, 2000) for fine in [Fine(steps)]]
     [(None, 0.02, 8), (8000, 0.02, 8), (2000, 0.04, 4)]
+    >>> [round(Fine(steps).valley, 3) for steps in (None, 8000, 1000)]
+    [16.0, 16.0, 8.0]
     """
 
     width = 3
@@ -83,6 +91,7 @@ class Fine:
         steep = 1.0 if total_steps is None else min(max(math.sqrt(_LONG / total_steps), 1.0), _STEEPEST)
         self.growth = _GROWTH * steep
         self.every = round(_SCORED / self.growth)
+        self.valley = _WIDTH / steep ** (2 / 3)
 
     def ramp(self, half_way: float) -> list[tuple[int, float]]:
         """(index, rate) of each step.
@@ -121,6 +130,17 @@ class Fine:
         high = next((k for k in range(at, len(values)) if values[k] > edge), None)
         last = curve[-1][0] if high is None else _crossing(curve, values, high, edge)
         return _crossing(curve, values, low, edge), last
+
+    def whole(self, interval: tuple[float, float]) -> tuple[float, float]:
+        """The interval with the part of the valley that the ramp was too fast to see. Where losses are low over a
+        narrow range, they had not come down yet when the rates began to be too high: in a run they would have been low
+        at lower rates too. So the low end goes down until the interval is `valley` wide.
+
+        >>> Fine().whole((0.2, 1.6)), Fine().whole((0.05, 1.6))
+        ((0.1, 1.6), (0.05, 1.6))
+        """
+        low, high = interval
+        return min(low, high / self.valley), high
 
 
 def smooth(curve: Curve, first: float, width: int) -> list[float]:

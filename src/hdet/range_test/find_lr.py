@@ -51,7 +51,8 @@ def find_lr(
 
     Two ramps of rising rates, each from the weights as they are and without optimizer state, are scored on one probe:
     the coarse one from 1e-3 times the present rate upwards finds where the loss begins to fall, the fine one the
-    interval [lo, hi] in which it is low. The answer is factor * sqrt(lo hi). All groups are scaled alike.
+    interval [lo, hi] in which it is low. The answer is factor * sqrt(lo hi). An interval less than 16-fold wide counts
+    as that wide, with a lower lo: the ramp was too fast to see all of it. All groups are scaled alike.
 
     Afterwards weights, buffers, gradients, modes, optimizer state, groups, hooks and random generators are bit for bit
     as before, also after an exception. Meanwhile that costs a copy of the trained weights and buffers, and a second
@@ -70,7 +71,7 @@ def find_lr(
             steps here.
         probe: what the weights are scored on; about four global batches. An iterable as its data moves on by one probe.
         total_steps: the length of the training to come. For 2,000 steps the fine ramp has half as many steps as for
-            8,000 and more, and as many scores; None is taken for long.
+            8,000 and more, and as many scores, and intervals count as 10-fold wide; None is taken for long.
         outer_step: that of the training to come; a half allows higher rates.
         factor: on sqrt(lo hi); by default 0.5, 1.0 with an outer step of 1/2, and less for less than 8,000 steps.
         also: further objects with `state_dict()` and `load_state_dict()` that steps change, such as samplers.
@@ -151,12 +152,14 @@ def _find(bench: Bench, factor: float, fine: Fine) -> FoundRate:
             "steps at a low rate and call find_lr then, or take a larger probe; weights that are trained already have "
             "no way to fall, so give their rate yourself"
         )
-    rate = factor * math.sqrt(interval[0] * interval[1])
+    low, high = whole = fine.whole(interval)
+    rate = factor * math.sqrt(low * high)
     return FoundRate(
         rate=rate,
         scale=rate / start,
         rates=tuple(tuple(value * rate / start for value in values) for values in bench.references),
         interval=interval,
+        whole=whole,
         factor=factor,
         first_loss=first,
         coarse=first_curve,

@@ -13,11 +13,12 @@ class FoundRate:
     """A learning rate and how it was found.
 
     Attributes:
-        rate: the learning rate of the first parameter group: factor * sqrt(lo hi).
+        rate: the learning rate of the first parameter group: factor * the geometric middle of `whole`.
         scale: what the groups' present rates are to be multiplied by to train at it.
         rates: that of every group, optimizer by optimizer.
         interval: (lo, hi), between which the loss was low, as rates of the first group.
-        factor: on the middle of the interval.
+        whole: the same, with a lower lo where the interval is so narrow that the ramp cannot have seen all of it.
+        factor: on the middle of that.
         first_loss: the probe's loss at the initial weights.
         coarse: the first ramp's (rate, loss on the probe).
         fine: the second ramp's.
@@ -31,6 +32,7 @@ class FoundRate:
     scale: float
     rates: tuple[tuple[float, ...], ...]
     interval: tuple[float, float]
+    whole: tuple[float, float]
     factor: float
     first_loss: float
     coarse: list[tuple[float, float]] = field(repr=False)
@@ -45,9 +47,11 @@ class FoundRate:
 
     def __str__(self) -> str:
         low, high = self.interval
+        narrow = "" if self.whole == self.interval else f", which is narrow and counts from {self.whole[0]:.3g} on"
         return (
             f"learning rate {self.rate:.3g}, {self.scale:.3g} times the present one; losses were low from {low:.3g} to "
-            f"{high:.3g}; {self.steps} steps, {self.seconds:.1f} s, as much as {self.cost:.0f} steps of training"
+            f"{high:.3g}{narrow}; {self.steps} steps, {self.seconds:.1f} s, as much as {self.cost:.0f} steps of "
+            "training"
         )
 
     def plot(self, path: str | os.PathLike[str]) -> None:
