@@ -2,7 +2,7 @@
 
     python benchmarks/finder.py run          # what is missing of results/finder.jsonl: some minutes of one core
     python benchmarks/finder.py run --all    # from six starts in place of three
-    python benchmarks/finder.py table        # standard deviations of its logarithm, and costs
+    python benchmarks/finder.py table        # standard deviations of its logarithm, costs, and how wide valleys are
 
 Every search is one line. The starts are multiples of the best rate of a sweep at the long size (`quality.py sweep`);
 cost is in training steps, a forward pass being a third of one.
@@ -48,7 +48,8 @@ def search(task: str, optimizer: str, seed: int, start: float) -> dict:
         return find(options, made, model, made.optimizer(model, start, optimizer))
 
     found = hdet.in_process(work, 1)[0]
-    return {"rate": found.rate, "cost": round(found.steps + found.samples / 3 / made.global_batch)}
+    cost = round(found.steps + found.samples / 3 / made.global_batch)
+    return {"rate": found.rate, "interval": list(found.interval), "cost": cost}
 
 
 def run(starts: tuple[str, ...]) -> None:
@@ -68,9 +69,12 @@ def spread(rows: list[dict]) -> float:
 
 
 def table() -> None:
-    """By task and optimizer: the standard deviation for each seed, over three and over all starts, and the costs."""
-    print("| | 1/30, 1 and 10, by seed | six starts, by seed | cost |\n|---|---|---|---|")
-    for task, optimizer in BEST:
+    """By task and optimizer: the standard deviation for each seed, over three and over all starts, and the costs; and
+    the intervals, as hi / lo and in multiples of the best rate.
+    """
+    print("| | 1/30, 1 and 10, by seed | six starts, by seed | cost | hi / lo | sqrt(lo hi) | hi | rate |")
+    print("|---|---|---|---|---|---|---|---|")
+    for (task, optimizer), best in BEST.items():
         mine = [row for row in known() if (row["task"], row["optimizer"]) == (task, optimizer)]
         by_seed = [[row for row in mine if row["seed"] == seed] for seed in SEEDS]
         three = [[row for row in rows if row["start"] in FAR] for rows in by_seed]
@@ -79,7 +83,17 @@ def table() -> None:
         costs = [row["cost"] for row in mine]
         six = by_seed if all(len(rows) == len(STARTS) for rows in by_seed) else []
         cells = [" ".join(f"{spread(rows):.2f}" for rows in each) for each in (three, six)]
-        print(f"| {task}, {optimizer} | {cells[0]} | {cells[1]} | {min(costs)} to {max(costs)} |")
+        cells.append(f"{min(costs)} to {max(costs)}")
+        ends = [row["interval"] for row in mine]
+        cells.append(_range([high / low for low, high in ends]))
+        cells.append(_range([math.sqrt(low * high) / best for low, high in ends]))
+        cells.append(_range([high / best for _, high in ends]))
+        cells.append(_range([row["rate"] / best for row in mine]))
+        print(f"| {task}, {optimizer} | " + " | ".join(cells) + " |")
+
+
+def _range(values: list[float]) -> str:
+    return f"{min(values):.2g} to {max(values):.2g}"
 
 
 def main() -> int:

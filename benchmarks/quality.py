@@ -1,7 +1,8 @@
 """What each method makes of a wrong learning rate: held-out loss against the best of a sweep, all compute charged.
 
     python benchmarks/quality.py plan                              # what the whole set is, and how long it takes
-    python benchmarks/quality.py all --workers 2                   # run what is missing of it
+    python benchmarks/quality.py all --workers 2                   # run what is missing of it: under 2 hours on 2 cores
+    python benchmarks/quality.py all --full --workers 2            # from every start with every seed: an hour more
     python benchmarks/quality.py sweep flights                     # a part: the trusted sweep, plain OneCycleLR
     python benchmarks/quality.py starts flights --method auto      # a part: from 1/30 to 10 times its best rate
     python benchmarks/quality.py table --write                     # results/quality-DATE.md, and the README's table
@@ -68,6 +69,14 @@ SET = (
     Part("flights", "long", ("plain", "auto", "paper"), FAR),
     Part("text", "long", ("plain", "auto"), FAR),
     Part("text", "long", ("paper",), ("1/30",), seeds=1),
+)
+FULL = (  # the same, from every start with every seed
+    Part("flights", "standard", ALL),
+    Part("digits", "standard", tuple(name for name in ALL if name not in ONCE)),
+    Part("text", "standard", tuple(name for name in ALL if name not in ONCE)),
+    Part("flights", "long", ("plain", "auto", "paper")),
+    Part("text", "long", ("plain", "auto")),
+    SET[-1],
 )
 
 
@@ -147,9 +156,9 @@ def runs_of(about: dict, name: str, rate: float, starts: Sequence[str] | None, s
     return [{**about, "method": name, "peak_lr": r, "seed": seed} for r in rates for seed in seeds]
 
 
-def run_set(seeds: list[int], run: Runner) -> None:
+def run_set(parts: Sequence[Part], seeds: list[int], run: Runner) -> None:
     """The whole set, part by part."""
-    for part in SET:
+    for part in parts:
         about, chosen = {"task": part.task, "size": part.size, "optimizer": "adamw"}, seeds[: part.seeds]
         rate, best = best_rate(about, chosen, run)
         print(f"{part.task}, {part.size}: best of the sweep {best:.4f} at {rate:.3g}", flush=True)
@@ -157,11 +166,11 @@ def run_set(seeds: list[int], run: Runner) -> None:
             run(runs_of(about, name, rate, part.starts, chosen))
 
 
-def plan(seeds: list[int], workers: int) -> str:
+def plan(parts: Sequence[Part], seeds: list[int], workers: int) -> str:
     """How many runs the set has, how many are missing, and what the missing ones take, from measured seconds."""
     rows = known()
     lines, total, left = [], 0.0, 0.0
-    for part in SET:
+    for part in parts:
         about, chosen = {"task": part.task, "size": part.size, "optimizer": "adamw"}, seeds[: part.seeds]
         swept = 0
         try:
@@ -253,6 +262,7 @@ def main() -> int:
     parser.add_argument("--starts", help="multiples of the best rate: 1/10,1,10; default: the method's")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--full", action="store_true", help="plan, all: from every start with every seed")
     parser.add_argument("--write", action="store_true", help="table: into benchmarks/results/quality-DATE.md")
     parser.add_argument("--smoke", action="store_true", help="every method for some steps, and nothing is written")
     arguments = parser.parse_args()
@@ -261,9 +271,9 @@ def main() -> int:
     if arguments.smoke:
         print(quality_report.tables(smoke(), on_grid=lambda row: True))
     elif arguments.what == "plan":
-        print(plan(seeds, arguments.workers))
+        print(plan(FULL if arguments.full else SET, seeds, arguments.workers))
     elif arguments.what == "all":
-        run_set(seeds, run)
+        run_set(FULL if arguments.full else SET, seeds, run)
     elif arguments.what in ("table", "speed", "pictures"):
         print(quality_report.report(arguments.what, list(known().values()), on_grid, RESULTS, arguments.write))
     elif arguments.task is None:

@@ -1,6 +1,7 @@
 """Where a signal for the learning rate can be looked for cheaply: a stream of samples with label noise.
 
     python benchmarks/stream.py factor      # find_lr's interval against the best rate of a sweep
+    python benchmarks/stream.py widths      # from these rows: what narrow intervals are to be counted as
     python benchmarks/stream.py signals     # three signals within the run, at fixed rates from far too low to too high
     python benchmarks/stream.py distance    # a rate that follows the distance travelled, from many starts
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 
 import hdet
+from hdet.range_test.decisions import Fine, default_factor
 
 RESULTS = Path(__file__).parent / "results" / "stream.jsonl"
 FEATURES, HIDDEN, CLASSES = 32, 64, 10
@@ -263,17 +265,42 @@ def distance(stream: Stream, optimizer: str, seed: int, steps: int) -> dict:
     return {"starts": rates, "regrets": regrets, "rates at the end": models.rates.tolist()}
 
 
+def widths() -> str:
+    """The regret in % at half of the middle of find_lr's interval, if it counts as at least so wide: a table."""
+    tried = (1, 2, 4, 8, 16, 32, 64)
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    rows = [row for row in rows if row["study"] == "factor" and "interval" in row]
+    lines = ["| steps | rows | " + " | ".join(map(str, tried)) + " |", "|---" * (len(tried) + 2) + "|"]
+    for steps in sorted({row["steps"] for row in rows}):
+        part = [row for row in rows if row["steps"] == steps]
+        cells = []
+        for width in tried:
+            regrets = [_regret(row, width) for row in part]
+            cells.append(f"{sum(regrets) / len(regrets):.2f} ({max(regrets):.2f})")
+        lines.append(f"| {steps} | {len(part)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _regret(row: dict, width: float) -> float:
+    low, high = row["interval"]
+    rate = default_factor(1.0, Fine(row["steps"])) * math.sqrt(min(low, high / width) * high)
+    return 100 * (at(grid(row["optimizer"]), row["losses"], rate) / min(row["losses"]) - 1)
+
+
 STUDIES = {"factor": factor, "signals": signals, "distance": distance}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("study", choices=[*STUDIES, "widths"])
     parser.add_argument("--steps", type=int, default=8000)
     parser.add_argument("--noise", default="0,0.5,0.8")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seeds", default="0")
     arguments = parser.parse_args()
+    if arguments.study == "widths":
+        print(widths())
+        return 0
     torch.set_num_threads(1)
     for rho in map(float, arguments.noise.split(",")):
         for optimizer in CENTERS:

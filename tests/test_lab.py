@@ -315,7 +315,9 @@ def test_find_lr_writes_what_it_found(tmp_path, capsys):
     result = read(tmp_path / "run" / "find_lr.json")
     assert f"{result['rate']:.3g}" in shown
     assert f"Picture: {tmp_path / 'run' / 'find_lr.png'}" in shown
-    assert result["interval"][0] < result["interval"][1]
+    (low, high), (lower, _) = result["interval"], result["whole"]
+    assert lower <= low < high
+    assert ("narrow, so counted as" in shown) is (lower < low)
     assert result["cost"] > result["steps"] > 50
     factor = default_factor(0.5, Fine()) / default_factor(1.0, Fine())
     assert result["rate_outer_half"] == pytest.approx(factor * result["rate"])

@@ -75,11 +75,12 @@ def find(options: RunOptions, task: Task, model: nn.Module, optimizer: Optimizer
 
 def show(result: dict[str, Any], folder: Path) -> str:
     """What was found, as a table, and where the picture is."""
-    low, high = result["interval"]
+    (low, high), (lower, _) = result["interval"], result["whole"]
     rows = [
         ["learning rate", f"{result['rate']:.3g}"],
         ["with an outer step of 1/2", f"{result['rate_outer_half']:.3g}"],
         ["losses were low", f"{low:.3g} .. {high:.3g}"],
+        *([["narrow, so counted as", f"{lower:.3g} .. {high:.3g}"]] if lower < low else []),
         ["start", f"{result['peak_lr']:.3g}"],
         ["steps", str(result["steps"])],
         ["cost in steps", f"{result['cost']:.0f}"],

@@ -73,6 +73,8 @@ class FoundRate:
             losses = [min(loss, 1.5 * self.first_loss) for _, loss in curve]
             axis.plot([rate for rate, _ in curve], losses, ".-", label=f"{label} ramp")
         axis.axvspan(*self.interval, alpha=0.15, color="tab:green", label="low losses")
+        if self.whole != self.interval:
+            axis.axvspan(self.whole[0], self.interval[0], alpha=0.06, color="tab:green", label="counted too")
         axis.axvline(self.rate, color="k", linestyle="--", label=f"found: {self.rate:.3g}")
         axis.axhline(self.first_loss, color="0.6", linestyle=":", label="initial weights")
         axis.set_xscale("log")
