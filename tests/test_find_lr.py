@@ -200,9 +200,10 @@ def test_any_optimizer(name):
     found = find(model, optimizer)
     low, high = found.interval
     assert low < high
-    assert found.whole == (min(low, high / 16), high)
+    rose = high < found.fine[-1][0]
+    assert found.whole == (min(low, high / 16) if rose else low, high)
     assert found.rate == float(found) == pytest.approx(0.5 * math.sqrt(found.whole[0] * high))
-    assert ("which is narrow" in str(found)) is (high < 16 * low)
+    assert ("narrow, so counted" in str(found)) is (rose and high < 16 * low)
     assert everything(model, optimizer) == before
     again = find(model, optimizer)
     assert (again.rate, again.coarse, again.fine) == (found.rate, found.coarse, found.fine)
@@ -313,7 +314,7 @@ def test_a_loss_that_never_falls():
     model = make(kind=plain_net)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     before = everything(model, optimizer)
-    with pytest.raises(hdet.FindLRError, match=r"never fell at learning rates from .* check that step_fn"):
+    with pytest.raises(hdet.FindLRError, match=r"never fell at learning rates from .* begin with a lower rate"):
         find(model, optimizer, step_fn=lambda index: (-loss_fn(model, batch(index))).backward())
     with pytest.raises(hdet.FindLRError, match="less than 1 %"):
         find(model, optimizer, step_fn=lambda index: (1e-19 * loss_fn(model, batch(index))).backward())
@@ -324,6 +325,38 @@ def test_a_loss_that_never_falls():
         with pytest.raises(hdet.FindLRError, match="must be positive and finite"):
             hdet.find_lr(model, optimizer, lambda index: None, probe=probe)
     assert everything(model, optimizer) == before
+
+
+def test_a_loss_that_does_not_move_wants_a_higher_rate():
+    model = make(kind=plain_net)
+    with pytest.raises(hdet.FindLRError, match="begin with a higher rate"):
+        find(model, optim.SGD(model.parameters(), lr=1e-30))
+
+
+@pytest.mark.parametrize("bad", [5, 50, 100])  # in the first ramp or, later than its 80 batches, in the second
+def test_a_batch_that_is_not_finite_is_named_and_not_taken_for_a_rate_too_high(bad):
+    model = make(kind=plain_net)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    before = everything(model, optimizer)
+    step = {bad: math.nan}
+    with pytest.raises(hdet.FindLRError, match=f"batch {bad} gives a gradient that is not finite"):
+        find(model, optimizer, step_fn=lambda i: (step.get(i, 1.0) * loss_fn(model, batch(i))).backward())
+    assert everything(model, optimizer) == before
+
+
+def test_weights_that_overflow_are_a_rate_too_high():
+    model = nn.Linear(6, 1, dtype=torch.float64)
+    scores = find(model, optim.SGD(model.parameters(), lr=1.0)).coarse
+    assert scores[-1][0] > 1
+    linear = nn.Linear(6, 1)
+
+    def step(index):  # finite at the initial weights, and not far from them
+        x, y = batch(index, torch.float32)
+        (linear(x).exp().exp() - y).square().mean().backward()
+
+    probe = hdet.Probe(lambda i: [batch(-1, torch.float32)], lambda m, b: (m(b[0]).exp().exp() - b[1]).square().mean())
+    found = hdet.find_lr(linear, optim.SGD(linear.parameters(), lr=1e-2), step, probe=probe)
+    assert not math.isfinite(found.coarse[-1][1])
 
 
 @pytest.mark.parametrize("too_high", [60.0, 1000.0])
@@ -463,12 +496,13 @@ def test_a_narrow_valley_counts_as_one_that_goes_on_below(total_steps, valley):
     fine = Fine(total_steps)
     assert fine.valley == pytest.approx(valley, rel=1e-3)
     for width in (1.0, 2.0, 0.99 * fine.valley):
-        low, high = fine.whole((3.0, 3.0 * width))
+        low, high = fine.whole((3.0, 3.0 * width), last=1e9)
         assert high == 3.0 * width  # too high is too high for the run too
         assert high / low == pytest.approx(fine.valley)
     wide = (3.0, 3.0 * 1.01 * fine.valley)
-    assert fine.whole(wide) == wide
-    narrow = [fine.whole((rate, 2.0))[0] for rate in (0.5, 1.0, 1.9)]
+    assert fine.whole(wide, last=1e9) == wide
+    assert fine.whole((3.0, 6.0), last=6.0) == (3.0, 6.0)  # the ramp ended before the losses rose
+    narrow = [fine.whole((rate, 2.0), last=3.0)[0] for rate in (0.5, 1.0, 1.9)]
     assert narrow == [narrow[0]] * 3  # where it is too fast the ramp's lo says nothing
 
 

@@ -216,6 +216,8 @@ def found_before_the_run():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert o.param_groups[0]["lr"] == 1e-3
     assert ensemble.scales["learning_rate"] == pytest.approx(found.rate / 1e-3)
+    assert ensemble.prepare(step).rate == found.rate  # a cell of a notebook is run again
+    assert ensemble.scales["learning_rate"] == pytest.approx(found.rate / 1e-3)
     train(model, o, ensemble, 25)
     with ensemble.consensus():
         assert loss_fn(model, (X, Y)).item() < 0.5

@@ -70,7 +70,7 @@ def test_train_ends_in_a_table_and_files(trained):
     folder, shown = trained, (trained / "table.txt").read_text()
     assert "held out" in shown
     assert "bits_per_byte" in shown
-    assert f"Everything is in {folder}\nNext: hdet report {folder}\n      hdet export {folder}\n" in shown
+    assert f"Everything is in {folder}\nNext: " in shown
     assert RunOptions.from_json(read(folder / "options.json")["options"]).task == "text"
     rounds = read_lines(folder / "rounds.jsonl")
     assert [record["step"] for record in rounds] == list(range(1, 13))
@@ -177,13 +177,29 @@ def test_returns_against_the_number_of_replicas(tmp_path, capsys):
     ]  # fmt: skip
 
 
+def test_what_to_type_next_is_found_by_the_shell(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "rounds.jsonl").touch()
+    program = tmp_path / "venv" / "bin" / "hdet"
+    program.parent.mkdir(parents=True)
+    program.touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert summary.what_next([folder]) == f"Next: {program} report {folder}\n      {program} export {folder}"
+    monkeypatch.chdir(tmp_path)
+    assert summary.what_next([folder]).startswith("Next: venv/bin/hdet report ")
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert summary.what_next([folder]) == f"Next: hdet report {folder}\n      hdet export {folder}"
+
+
 def test_the_demo_ends_in_three_rows_and_pictures(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "demo"
     assert cli.main(["demo", "--steps", "6", "--replicas", "2", "--in-process", "--folder", str(folder)]) == 0
     report = capsys.readouterr().out
     assert len(re.findall(r"^(OneCycleLR|OneCycleLR, best rate|HDET) +\d\.\de-\d\d +\d", report, re.MULTILINE)) == 3
     runs = [folder / name for name in ("hdet-low", "plain-best", "plain-low")]
-    assert report.endswith(f"Next: hdet report {' '.join(map(str, runs))}\n      hdet export {runs[0]}\n")
+    assert re.search(rf"Next: \S*hdet report {' '.join(map(str, runs))}\n +\S*hdet export {runs[0]}\n$", report)
     for words in report.partition("Next: ")[2].splitlines():
         assert cli.main(words.split()[1:]) == 0
     assert (runs[0] / "report.html").stat().st_size > 50_000
@@ -278,6 +294,7 @@ def test_after_a_search_a_charged_run_is_the_plain_run_of_the_steps_that_are_lef
     auto, plain = (read(tmp_path / name / "result.json") for name in ("auto", "plain"))
     assert auto["steps"] == plain["steps"] == 1001 - 960 - 2
     assert auto["held_out"] == plain["held_out"]
+    assert read(tmp_path / "auto" / "find_lr.json")["rate"] == 3e-3
     whole = losses(tmp_path / "auto")
     stop_at(tmp_path / "auto", 20)
     assert cli.main(["resume", str(tmp_path / "auto"), "--in-process"]) == 0

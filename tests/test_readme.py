@@ -45,6 +45,7 @@ def run_blocks(blocks):
         "model": model,
         "optimizer": optimizer,
         "total_steps": 300,
+        "global_batch": 16,
         "loader": [batches[8 * k : 8 * k + 8] for k in range(300)],
         "train_set": make_data(256, 0),
         "held_out": make_data(64, 1),

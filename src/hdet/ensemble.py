@@ -259,9 +259,10 @@ class Ensemble:
                 given.model, given.optimizers, step_fn, probe=given.probe, total_steps=self.total_steps,
                 outer_step=min(self._outer.gain, 1.0), also=also, **given.group_or_mesh,
             )  # fmt: skip
+        before = 1.0 if self._found is None else self._found.scale  # found.scale is that on the schedule
         self._found = found
         if given.act:
-            self._steering.scale_by(found.scale, given.rates)
+            self._steering.scale_by(found.scale / before, given.rates)
         self._values.set(self.scales, self._rounds.multipliers)
         return found
 

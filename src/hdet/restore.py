@@ -153,6 +153,9 @@ class Weights:
     def have_gradients(self) -> bool:
         return any(p.grad is not None for p in self._parameters)
 
+    def have_finite_gradients(self) -> bool:
+        return all(p.grad is None or bool(p.grad.isfinite().all()) for p in self._parameters)
+
 
 class OptimizerState:
     """An optimizer's attributes, groups, state and hooks. Its state is set aside, not copied."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet import FindLRError, FoundRate, data_parallel, find_lr, find_replicas
 from hdet.json_lines import strict
@@ -36,13 +35,11 @@ def find_rate(options: RunOptions, folder: str | Path) -> dict[str, Any]:
     task = options.make_task()
     peak_lr = task.peak_lr if options.peak_lr is None else options.peak_lr
     model = data_parallel(task.model().to(device()))
-    optimizer = task.optimizer(model, peak_lr, options.optimizer)
-    OneCycleLR(optimizer, max_lr=peak_lr, total_steps=task.steps)  # find_lr reads the peak from it, and the momentum
-    found = find(options, task, model, optimizer)
-    result = {**_result(options, peak_lr, found), "total_steps": task.steps}
+    found = find(options, task, model, task.optimizer(model, peak_lr, options.optimizer))
+    outer = {"rate_outer_half": 2 * found.rate}  # find_lr's factor is twice as high there
+    result = {**result_of(options, task, peak_lr, found), **outer}
     if files is not None:
-        _draw(found, files.path / "find_lr.png")
-        files.write("find_lr.json", result)
+        write(result, found, files)
     return result
 
 
@@ -91,11 +88,17 @@ def show(result: dict[str, Any], folder: Path) -> str:
     return f"{table(['found', ''], rows)}\n\n{drawn}"
 
 
-def _result(options: RunOptions, peak_lr: float, found: FoundRate) -> dict[str, Any]:
+def result_of(options: RunOptions, task: Task, peak_lr: float, found: FoundRate) -> dict[str, Any]:
+    """What is in find_lr.json: what was found, from a start of `peak_lr`."""
     copied = {name: getattr(options, name) for name in ("task", "size", "seed", "replicas", "optimizer")}
-    other = {"peak_lr": peak_lr, "rate_outer_half": 2 * found.rate}  # find_lr's factor is twice as high there
-    result: dict[str, Any] = strict({**copied, **other, **strict(found)})
+    result: dict[str, Any] = strict({**copied, "peak_lr": peak_lr, "total_steps": task.steps, **strict(found)})
     return result
+
+
+def write(result: dict[str, Any], found: FoundRate, files: RunFolder) -> None:
+    """Write find_lr.json, and draw find_lr.png."""
+    _draw(found, files.path / "find_lr.png")
+    files.write("find_lr.json", result)
 
 
 def _draw(found: FoundRate, picture: Path) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hdet import Auto, Nesterov, find_replicas
-from hdet.lab.finder import find
+from hdet.lab.finder import find, result_of, write
 from hdet.lab.folder import RunFolder, read
 from hdet.lab.options import RunOptions
 from hdet.lab.setup import charged_steps, device, make_outer_step
@@ -63,6 +63,8 @@ def settle(
         if isinstance(outer, Nesterov):
             outer = min(outer.lr / (1 - outer.momentum), 1.0)
         found = find(options, task, model, optimizer, Auto().outer_step if outer is None else outer)
+        if files is not None:
+            write(result_of(options, task, peak_lr, found), found, files)
     steps = charged_steps(options, task, found) if options.charge else task.steps
     start = Start(peak_lr, steps)
     if found is not None:

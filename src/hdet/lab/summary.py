@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +26,8 @@ def summary(options: RunOptions, folder: Path) -> str:
         rows.append(["loss with what the probe saw", number(result["held_out"]["loss"])])
     rows += [["loss of the marginals", number(result["marginal_loss"])]]
     rows += [["peak lr", f"{result['peak_lr']:.3g}"], ["steps", str(result["steps"])]]
+    if "finder_steps" in result:
+        rows.append(["finding the rate, in steps", f"{result['finder_cost']:.0f}"])
     rows += [[f"{name}: scale at step {result['scales_step']}", f"{x:.3g}"] for name, x in result["scales"].items()]
     rows += [["seconds", f"{result['seconds']:.1f}"]]
     if result.get("resumed_at"):
@@ -36,10 +40,19 @@ def summary(options: RunOptions, folder: Path) -> str:
 def what_next(runs: Sequence[Path]) -> str:
     """The commands that go on from some runs, of which the first is the one to learn from."""
     names = [shlex.quote(str(path)) for path in runs]
-    said = [f"hdet report {' '.join(names)}"]
+    said = [f"{_command()} report {' '.join(names)}"]
     if (runs[0] / "rounds.jsonl").exists():
-        said.append(f"hdet export {names[0]}")
+        said.append(f"{_command()} export {names[0]}")
     return "Next: " + "\n      ".join(said)
+
+
+def _command() -> str:
+    """What to type for `hdet`: where it is, unless the shell finds it."""
+    own = Path(sys.executable).with_name("hdet")
+    if shutil.which("hdet") or not own.exists():
+        return "hdet"
+    inside = own.is_relative_to(Path.cwd())
+    return shlex.quote(str(own.relative_to(Path.cwd()) if inside else own))
 
 
 def draw(runs: dict[str, Path], folder: Path) -> str:
@@ -48,6 +61,7 @@ def draw(runs: dict[str, Path], folder: Path) -> str:
         drawn = [pictures.losses(list(runs.items()), folder / "losses.png")]
         fans = [path for path in runs.values() if (path / "rounds.jsonl").exists()]
         drawn += [found for path in fans if (found := pictures.fan(path, folder / "fan.png"))]
+        drawn += [path / "find_lr.png" for path in runs.values() if (path / "find_lr.png").exists()]
     except LabError as error:
         return f"No pictures: {error}"
     return f"Pictures: {', '.join(str(path) for path in drawn)}"

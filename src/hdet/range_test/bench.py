@@ -38,6 +38,7 @@ class Bench:
         if not self.start:
             raise ValueError("the optimizer must have a positive learning rate, got 0 in all groups; set lr=1e-3 first")
         self.steps, self.samples = 0, 0
+        self._suspects: list[int] = []  # the batches before the first score of a ramp that was not finite
         self.stepped_at = time.monotonic()
         self.step_seconds = self.probe_seconds = 0.0
         self._model, self._optimizers, self._step_fn = model, optimizers, step_fn
@@ -103,15 +104,34 @@ class Bench:
         """
         self.rewind()
         curve: Curve = []
+        self._suspects = []
         for number, (index, rate) in enumerate(steps):
             self._step(index, rate)
             if self.steps == 1:
                 self.require_agreement(" after one step; step_fn must go through the wrapper that shares the gradients")
             if (number + 1) % every == 0:
                 curve.append((rate, self.score()))
+                if not (self._suspects or math.isfinite(curve[-1][1])):
+                    self._suspects = [index for index, _ in steps[number + 1 - every : number + 1]]
                 if over(curve):
                     break
         return curve
+
+    def bad_batch(self) -> int | None:
+        """After a ramp whose scores ceased to be finite: the batch that did it, if its gradient is not finite at the
+        weights that the ramp began with either. Then it is the data and not the rate.
+        """
+        suspects, self._suspects = self._suspects, []
+        for index in suspects:
+            self.rewind()
+            started = time.perf_counter()
+            self._backward(index)
+            self.steps += 1
+            self.step_seconds += time.perf_counter() - started
+            finite = torch.tensor([float(self._weights.have_finite_gradients())], device=self._device)
+            if not all(row[0] for row in self._replicas.gather(finite)):
+                return index
+        return None
 
     def score(self) -> float:
         """The probe's loss, the same float on every replica."""
@@ -123,10 +143,13 @@ class Bench:
         self.samples += round(weight)
         return sum(row[0] for row in parts) / weight
 
-    def _step(self, index: int, rate: float) -> None:
-        started, self.stepped_at = time.perf_counter(), time.monotonic()
+    def _backward(self, index: int) -> None:
         self._weights.clear_gradients()
         self._step_fn(index)
+
+    def _step(self, index: int, rate: float) -> None:
+        started, self.stepped_at = time.perf_counter(), time.monotonic()
+        self._backward(index)
         if not self.steps and not self._weights.have_gradients():
             raise ValueError("step_fn must call backward() on its loss, but no parameter has a gradient after it")
         for optimizer, references in zip(self._optimizers, self.references, strict=True):

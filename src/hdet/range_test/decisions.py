@@ -77,7 +77,7 @@ class Fine:
     Attributes:
         growth: of the rate's logarithm in a step, from A on.
         every: steps between two scores.
-        valley: how wide an interval of low losses counts at the least: 16-fold, and 8-fold for 1,000 steps.
+        valley: how wide an interval of low losses with an end counts at the least: 16-fold, 8-fold for 1,000 steps.
 
     >>> [(steps, round(fine.growth, 3), fine.every) for steps in (None, 8000, 2000) for fine in [Fine(steps)]]
     [(None, 0.02, 8), (8000, 0.02, 8), (2000, 0.04, 4)]
@@ -131,16 +131,18 @@ class Fine:
         last = curve[-1][0] if high is None else _crossing(curve, values, high, edge)
         return _crossing(curve, values, low, edge), last
 
-    def whole(self, interval: tuple[float, float]) -> tuple[float, float]:
-        """The interval with the part of the valley that the ramp was too fast to see. Where losses are low over a
-        narrow range, they had not come down yet when the rates began to be too high: in a run they would have been low
-        at lower rates too. So the low end goes down until the interval is `valley` wide.
+    def whole(self, interval: tuple[float, float], last: float) -> tuple[float, float]:
+        """The interval with the part of the valley that the ramp was too fast to see; `last` is its last rate.
 
-        >>> Fine().whole((0.2, 1.6)), Fine().whole((0.05, 1.6))
-        ((0.1, 1.6), (0.05, 1.6))
+        Where losses are low over a narrow range and then rise, they had not come down yet when the rates began to be
+        too high: in a run they would have been low at lower rates too. So the low end goes down until the interval is
+        `valley` wide. Where the ramp has ended before the losses rose, nothing says that the valley is narrow.
+
+        >>> Fine().whole((0.2, 1.6), last=2.0), Fine().whole((0.05, 1.6), last=2.0), Fine().whole((0.2, 1.6), last=1.6)
+        ((0.1, 1.6), (0.05, 1.6), (0.2, 1.6))
         """
         low, high = interval
-        return min(low, high / self.valley), high
+        return interval if high >= last else (min(low, high / self.valley), high)
 
 
 def smooth(curve: Curve, first: float, width: int) -> list[float]:

@@ -51,8 +51,9 @@ def find_lr(
 
     Two ramps of rising rates, each from the weights as they are and without optimizer state, are scored on one probe:
     the coarse one from 1e-3 times the present rate upwards finds where the loss begins to fall, the fine one the
-    interval [lo, hi] in which it is low. The answer is factor * sqrt(lo hi). An interval less than 16-fold wide counts
-    as that wide, with a lower lo: the ramp was too fast to see all of it. All groups are scaled alike.
+    interval [lo, hi] in which it is low. The answer is factor * sqrt(lo hi). If losses are low over less than a 16-fold
+    range and then rise, the ramp was too fast to see all of that range: it counts as 16-fold, with a lower lo. All
+    groups are scaled alike.
 
     Afterwards weights, buffers, gradients, modes, optimizer state, groups, hooks and random generators are bit for bit
     as before, also after an exception. Meanwhile that costs a copy of the trained weights and buffers, and a second
@@ -71,7 +72,7 @@ def find_lr(
             steps here.
         probe: what the weights are scored on; about four global batches. An iterable as its data moves on by one probe.
         total_steps: the length of the training to come. For 2,000 steps the fine ramp has half as many steps as for
-            8,000 and more, and as many scores, and intervals count as 10-fold wide; None is taken for long.
+            8,000 and more, and as many scores, and a narrow range counts as 10-fold; None is taken for long.
         outer_step: that of the training to come; a half allows higher rates.
         factor: on sqrt(lo hi); by default 0.5, 1.0 with an outer step of 1/2, and less for less than 8,000 steps.
         also: further objects with `state_dict()` and `load_state_dict()` that steps change, such as samplers.
@@ -134,15 +135,16 @@ def _find(bench: Bench, factor: float, fine: Fine) -> FoundRate:
             "the probe's loss_fn, and add a constant to a loss that can be negative"
         )
     coarse = Coarse()
-    first_curve = bench.ramp(coarse.ramp(start), coarse.every, lambda curve: coarse.over(curve, first))
+    first_curve = _ramp(bench, coarse, start, first)
     half_way = coarse.half_way(first_curve, first)
     if half_way is None:
+        way = "a lower" if coarse.over(first_curve, first) else "a higher"
         raise FindLRError(
             f"the probe's loss, {first:.6g} at the initial weights, never fell at {_range(first_curve)}; check that "
-            "step_fn calls backward() on the loss that the probe measures, or begin with another rate"
+            f"the loss that is trained is the one that the probe measures, or begin with {way} rate"
         )
     for lower in _LOWER:
-        second_curve = bench.ramp(fine.ramp(half_way / lower), fine.every, lambda curve: fine.over(curve, first))
+        second_curve = _ramp(bench, fine, half_way / lower, first)
         interval = fine.interval(second_curve, first)
         if interval is not None or not fine.began_too_high(second_curve):
             break
@@ -152,7 +154,7 @@ def _find(bench: Bench, factor: float, fine: Fine) -> FoundRate:
             "steps at a low rate and call find_lr then, or take a larger probe; weights that are trained already have "
             "no way to fall, so give their rate yourself"
         )
-    low, high = whole = fine.whole(interval)
+    low, high = whole = fine.whole(interval, second_curve[-1][0])
     rate = factor * math.sqrt(low * high)
     return FoundRate(
         rate=rate,
@@ -169,6 +171,22 @@ def _find(bench: Bench, factor: float, fine: Fine) -> FoundRate:
         cost=bench.steps * (1 + bench.probe_seconds / bench.step_seconds),
         seconds=time.perf_counter() - started,
     )
+
+
+def _ramp(bench: Bench, stage: Coarse | Fine, start: float, first: float) -> Curve:
+    """The curve of a ramp from `start` on.
+
+    Raises:
+        FindLRError: if a batch's gradient is not finite at any rate: what follows would count as a rate too high.
+    """
+    curve = bench.ramp(stage.ramp(start), stage.every, lambda curve: stage.over(curve, first))
+    bad = bench.bad_batch()
+    if bad is not None:
+        raise FindLRError(
+            f"batch {bad} gives a gradient that is not finite, at the initial weights too; check the data and the loss "
+            "of that batch, or leave it out in step_fn"
+        )
+    return curve
 
 
 def _range(curve: Curve) -> str:

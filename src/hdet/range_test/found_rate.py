@@ -47,7 +47,7 @@ class FoundRate:
 
     def __str__(self) -> str:
         low, high = self.interval
-        narrow = "" if self.whole == self.interval else f", which is narrow and counts from {self.whole[0]:.3g} on"
+        narrow = "" if self.whole == self.interval else f" (narrow, so counted from {self.whole[0]:.3g} on)"
         return (
             f"learning rate {self.rate:.3g}, {self.scale:.3g} times the present one; losses were low from {low:.3g} to "
             f"{high:.3g}{narrow}; {self.steps} steps, {self.seconds:.1f} s, as much as {self.cost:.0f} steps of "
