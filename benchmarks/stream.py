@@ -179,6 +179,7 @@ def factor(stream: Stream, optimizer: str, seed: int, steps: int) -> dict:
     drop = 1 - min(loss for _, loss in found.fine) / found.first_loss
     return {
         **swept, "best rate, outer 1/2": rates[outer.index(min(outer))], "middle": middle, "interval": [low, high],
+        "rose": high < found.fine[-1][0],
         "drop": round(drop, 3), "regret by factor": regret,
     }  # fmt: skip
 
@@ -266,7 +267,7 @@ def distance(stream: Stream, optimizer: str, seed: int, steps: int) -> dict:
 
 
 def widths() -> str:
-    """The regret in % at half of the middle of find_lr's interval, if it counts as at least so wide: a table."""
+    """The regret in % at find_lr's rate, mean and worst, if an interval after which losses rise counts as so wide."""
     tried = (1, 2, 4, 8, 16, 32, 64)
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     rows = [row for row in rows if row["study"] == "factor" and "interval" in row]
@@ -283,7 +284,8 @@ def widths() -> str:
 
 def _regret(row: dict, width: float) -> float:
     low, high = row["interval"]
-    rate = default_factor(1.0, Fine(row["steps"])) * math.sqrt(min(low, high / width) * high)
+    lower = min(low, high / width) if row["rose"] else low
+    rate = default_factor(1.0, Fine(row["steps"])) * math.sqrt(lower * high)
     return 100 * (at(grid(row["optimizer"]), row["losses"], rate) / min(row["losses"]) - 1)
 
 
