@@ -267,26 +267,29 @@ def distance(stream: Stream, optimizer: str, seed: int, steps: int) -> dict:
 
 
 def widths() -> str:
-    """The regret in % at find_lr's rate, mean and worst, if an interval after which losses rise counts as so wide."""
+    """The regret in % at find_lr's rate, mean and worst, if an interval after which losses rise counts as so wide.
+
+    In the last column it is as wide as find_lr has it, with an outer step of 1/2 and at the rate for that.
+    """
     tried = (1, 2, 4, 8, 16, 32, 64)
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     rows = [row for row in rows if row["study"] == "factor" and "interval" in row]
-    lines = ["| steps | rows | " + " | ".join(map(str, tried)) + " |", "|---" * (len(tried) + 2) + "|"]
+    lines = ["| steps | rows | " + " | ".join(map(str, tried)) + " | outer 1/2 |", "|---" * (len(tried) + 3) + "|"]
     for steps in sorted({row["steps"] for row in rows}):
         part = [row for row in rows if row["steps"] == steps]
-        cells = []
-        for width in tried:
-            regrets = [_regret(row, width) for row in part]
-            cells.append(f"{sum(regrets) / len(regrets):.2f} ({max(regrets):.2f})")
+        found = [[_regret(row, width, 1.0) for row in part] for width in tried]
+        found.append([_regret(row, Fine(steps).valley, 0.5) for row in part])
+        cells = [f"{sum(regrets) / len(regrets):.2f} ({max(regrets):.2f})" for regrets in found]
         lines.append(f"| {steps} | {len(part)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _regret(row: dict, width: float) -> float:
+def _regret(row: dict, width: float, outer_step: float) -> float:
     low, high = row["interval"]
     lower = min(low, high / width) if row["rose"] else low
-    rate = default_factor(1.0, Fine(row["steps"])) * math.sqrt(lower * high)
-    return 100 * (at(grid(row["optimizer"]), row["losses"], rate) / min(row["losses"]) - 1)
+    rate = default_factor(outer_step, Fine(row["steps"])) * math.sqrt(lower * high)
+    losses = row["losses" if outer_step == 1 else "losses, outer 1/2"]
+    return 100 * (at(grid(row["optimizer"]), losses, rate) / min(row["losses"]) - 1)
 
 
 STUDIES = {"factor": factor, "signals": signals, "distance": distance}

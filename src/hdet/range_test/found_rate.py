@@ -13,7 +13,7 @@ class FoundRate:
     """A learning rate and how it was found.
 
     Attributes:
-        rate: the learning rate of the first parameter group: factor * the geometric middle of `whole`.
+        rate: the learning rate of the first parameter group with one: factor * the geometric middle of `whole`.
         scale: what the groups' present rates are to be multiplied by to train at it.
         rates: that of every group, optimizer by optimizer.
         interval: (lo, hi), between which the loss was low, as rates of the first group.
