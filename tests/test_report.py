@@ -6,7 +6,6 @@ import math
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import threading
@@ -256,6 +255,19 @@ def slowness():
     return max(1.0, 2 * busy)
 
 
+def cpu_ticks():
+    """(all, stolen by other machines on the same host) so far."""
+    with open("/proc/stat") as file:
+        ticks = [int(word) for word in file.readline().split()[1:9]]
+    return sum(ticks), ticks[7]
+
+
+def share_since(before):
+    """The part of the time since then that this machine had its cores to itself."""
+    whole, stolen = (now - then for now, then in zip(cpu_ticks(), before, strict=True))
+    return 1 - stolen / max(whole, 1)
+
+
 def test_a_thousand_replicas_are_shown_by_quantiles(browser, tmp_path):
     records = write_run(tmp_path / "wide", 60, 1000)
     seen = Page(browser, report(tmp_path / "wide"))
@@ -281,18 +293,16 @@ def test_watch_shows_new_rounds_within_two_seconds_and_says_when_the_run_ends(br
     records = list(make_records(12, 4, total=60))
     seen.ask("window.mark = 'not reloaded'")
     alive = f"{os.uname().nodename}:{os.getpid()}"
-    took = []
     for record in records:
         with open(folder / "rounds.jsonl", "a") as file:
             file.write(to_line(record, time.time(), alive))
-        began = time.perf_counter()
+        began, ticks = time.perf_counter(), cpu_ticks()
         seen.wait(f"charts.fan.plot && charts.fan.plot.data[0].at(-1) === {record.step}")
-        took.append((time.perf_counter() - began) / slowness())
+        assert (time.perf_counter() - began) * share_since(ticks) < 2 * slowness()
         assert seen.tab.inner_text("#state") == ("ended" if record.last else "running")
         if record.round == 5:
             os.utime(folder / "rounds.jsonl", (0, 0))  # as if nothing had been written for long
             seen.wait("document.getElementById('state').textContent === 'stalled'")
-    assert statistics.median(took) < 2, took  # one of them may meet a machine that is busy elsewhere
     told = seen.hover("fan", 5)
     row = records[5].hyperparameters["learning_rate"]
     assert [number(told[f"replica {k}"]) for k in range(4)] == [close_to(x) for x in row.values]
