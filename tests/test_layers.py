@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "optimizer_state": {"shards"},
     "tensors": {"converge", "hyperparameters", "optimizer_state", "shards"},
     "in_process": {"converge", "replicas"},
-    "warm_init": {"agreement", "replicas"},
+    "warm_init": {"agreement", "replicas", "shards"},
     "probe": {"arguments", "hooks", "replicas", "restore", "shards"},
     "range_test": {"agreement", "arguments", "deepspeed", "hooks", "probe", "replicas", "restore", "shards"},
     "judge": {"probe", "replicas", "score"},
@@ -63,7 +63,7 @@ MAY_IMPORT = {
     "ensemble": {
         "agreement", "assignment", "checks", "controllers", "converge", "guard", "hooks", "hyperparameters", "joining",
         "judge", "local_gradients", "meeting", "no_effect", "outer_step", "probe", "range_test", "record", "recording",
-        "replicas", "rollback", "rounds", "score", "settings", "tensors", "values",
+        "replicas", "rollback", "rounds", "score", "settings", "tensors", "values", "warm_init",
     },
     "checkpoint": {"arguments", "ensemble", "hooks", "replicas", "restore"},
     "integrations": {"checkpoint", "ensemble", "hooks", "hyperparameters", "record", "replicas"},

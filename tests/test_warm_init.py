@@ -98,6 +98,103 @@ def test_the_first_converge_averages_the_noise():
     run(first_converge, 2)
 
 
+def flat(index):
+    return 0.0
+
+
+def gathered(model):
+    """The first weights of both replicas."""
+    mine = model.module[0].weight.detach()
+    everyone = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(everyone, mine)
+    return everyone
+
+
+def noisy_run(options, steps=4, spread=0.0):
+    """The weights of both replicas before the first step and after each one, and what each step sent."""
+    model = DistributedDataParallel(make().double())
+    o = torch.optim.SGD(model.parameters(), lr=1e-12, momentum=0.9, weight_decay=0.1)
+    rates = [hdet.learning_rate(o, spread=spread)]
+    ensemble = hdet.Ensemble(o, rates, interval=2, total_steps=steps, model=model, **options)
+    hdet.warm_init(model)  # before or after the ensemble is made, but before its first step
+    seen = [gathered(model)]
+    for _ in range(steps):
+        model(torch.ones(1, 200, dtype=torch.float64)).sum().backward()
+        o.step()
+        o.zero_grad()
+        ensemble.step(torch.tensor(1.0))
+        seen.append(gathered(model))
+    return [(a, b) for a, b in seen], ensemble.progress
+
+
+@pytest.mark.parametrize(
+    ("options", "spread"),
+    [({}, 0.0), ({"controller": hdet.Auto(finds=False), "probe": flat}, 0.1),
+     ({"outer_step": 0.5}, 0.0), ({"outer_step": 0.5}, 0.1), ({"outer_step": hdet.Nesterov()}, 0.1)],
+)  # fmt: skip
+def test_the_first_round_ends_in_an_average_whatever_is_explored(options, spread):
+    for seen, progress in run(noisy_run, 2, options, 4, spread):
+        different = [not torch.equal(a, b) for a, b in seen]
+        assert different[:3] == [True, True, False]  # at the start, within the first round, at its end
+        assert not different[4]
+        mean = (seen[0][0] + seen[0][1]) / 2
+        torch.testing.assert_close(seen[2][0], mean)
+        assert progress["round"] == 2
+        assert not progress["noisy"]
+
+
+def noisy_resume(folder):
+    def parts():
+        torch.manual_seed(0)
+        model = DistributedDataParallel(make())
+        o = torch.optim.SGD(model.parameters(), lr=1e-3)
+        ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.0)], interval=3, total_steps=4, model=model)
+        return model, o, {"model": model, "optimizer": o, "ensemble": ensemble}
+
+    def step(model, o, run):
+        model(torch.ones(1, 200)).sum().backward()
+        o.step()
+        o.zero_grad()
+        run["ensemble"].step()
+
+    model, o, first = parts()
+    hdet.warm_init(model)
+    step(model, o, first)
+    assert first["ensemble"].mid_round
+    hdet.save(folder, first)
+    again, o2, second = parts()
+    hdet.load(folder, second)
+    for _ in range(3):
+        step(model, o, first)
+        step(again, o2, second)
+    return [p.detach() for p in model.parameters()], [p.detach() for p in again.parameters()]
+
+
+def test_a_noisy_first_round_is_resumed(tmp_path):
+    (first, again), (other, _) = run(noisy_resume, 2, tmp_path)
+    for a, b, c in zip(first, again, other, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+def sharded():
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = make()
+    hdet.warm_init(model, process_group=mesh["replicate"].get_group(), unwrapped=True)
+    noisy = model[0].weight.detach().clone()
+    torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    assert torch.equal(model[0].weight.full_tensor(), noisy)
+    with pytest.raises(ValueError, match="before fully_shard") as caught:
+        hdet.warm_init(model, unwrapped=True)
+    return str(caught.value), noisy
+
+
+def test_sharded_parameters_are_refused_and_the_way_out_works():
+    (text, noisy), (again, other) = run(sharded, 2)
+    assert text == again
+    assert not torch.equal(noisy, other)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
 def test_other_dtypes(dtype):
     model = nn.ParameterList([nn.Parameter(torch.ones(4000, dtype=dtype))])

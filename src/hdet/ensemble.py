@@ -50,6 +50,7 @@ from hdet.score import Loss, as_loss
 from hdet.settings import read_settings
 from hdet.tensors import Tensors
 from hdet.values import Values
+from hdet.warm_init import take_noise
 
 _MOST_UNSEEN = 100
 _VERSION = 2
@@ -189,7 +190,7 @@ class Ensemble:
         self._values.set(self.scales, self._rounds.multipliers)  # the first forward pass comes before the first step
         for undo in (self._values.close, self._switch.restore):  # an ensemble that is dropped leaves nothing behind
             weakref.finalize(self, undo).atexit = False
-        if self._settings.model is not None and self._settings.diverges:
+        if self._settings.model is not None:
             self._hooks.before_module_state_dict(innermost(self._settings.model), self._before_state_dict)
 
     def _claims(self) -> Claims:
@@ -469,7 +470,7 @@ class Ensemble:
         if not isinstance(state_dict, dict) or state_dict.get("version") != _VERSION:
             raise ValueError("state_dict must come from Ensemble.state_dict() of this version of hdet")
         mid_round = state_dict.get("mid_round")
-        if mid_round is not None and self._settings.diverges:
+        if mid_round is not None and (self._settings.diverges or state_dict["progress"].get("noisy")):
             check_same_replica(mid_round, self.replicas)
         self._values.check_state(state_dict["bases"])
         self._steering.load_state_dict(state_dict["controller"])
@@ -509,7 +510,7 @@ class Ensemble:
         """
         progress = state_dict["progress"]
         state = {key: value for key, value in state_dict.items() if key not in ("mid_round", "judge")}
-        return {**state, "progress": {**progress, "cut": progress["step_in_round"] > 0}}
+        return {**state, "progress": {**progress, "cut": progress["step_in_round"] > 0, "noisy": False}}
 
     def start_from(self, step: int) -> None:
         """Go on at `step` without a saved state: a new controller, the same weights on all replicas."""
@@ -546,6 +547,8 @@ class Ensemble:
             if not self._agreed and self.replicas.ranks.size > 1:  # there were no replicas yet when it was made
                 settle(self.replicas, "the first step of hdet.Ensemble", self._claims())
                 self._agreed = True
+            if take_noise(self._tensors.parameters()):
+                self._rounds.begin_noisy()
             self._begin_round()
 
     def _begin_round(self) -> None:
@@ -560,8 +563,9 @@ class Ensemble:
         if self._rounds.at.finished:
             return
         self._recorder.open()
-        self._outer.begin(self._tensors.parameters())
         at = self._rounds.at
+        if not at.noisy:  # there is no one place that all replicas began from
+            self._outer.begin(self._tensors.parameters())
         if at.step > 0 and not at.step_in_round:
             self._recovery.keep_if_none()
         if self._judge.probes and self._rounds.explores and at.round > 0 and not at.cut:

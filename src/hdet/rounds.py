@@ -22,6 +22,7 @@ class Position:
         step_in_round: optimizer steps of this round.
         cut: this round was not begun at its first step, so its scores do not count.
         finished: there are no more rounds.
+        noisy: the replicas began this round with weights of their own, so it ends in an average, taken whole.
         equal: the replicas are known to hold the same weights. Not saved: the weights are loaded apart.
     """
 
@@ -30,6 +31,7 @@ class Position:
     step_in_round: int = 0
     cut: bool = False
     finished: bool = False
+    noisy: bool = False
     equal: bool = False
 
 
@@ -111,6 +113,11 @@ class Rounds:
         self._deal_again()
         return True
 
+    def begin_noisy(self) -> None:
+        """The replicas begin the first round with weights of their own."""
+        self.at.noisy = True
+        self._deal_again()
+
     def count(self, steps: int) -> bool:
         """Count optimizer steps; whether the round ends with them."""
         at = self.at
@@ -137,13 +144,13 @@ class Rounds:
     def next_round(self) -> None:
         """End this round and deal the next one."""
         at = self.at
-        at.round, at.step_in_round, at.cut = at.round + 1, 0, False
+        at.round, at.step_in_round, at.cut, at.noisy = at.round + 1, 0, False, False
         self._deal_again()
 
     def finish(self) -> None:
         """No more rounds: every multiplier is 1 from now on."""
         at = self.at
-        at.step_in_round, at.cut, at.finished, at.equal = 0, False, True, True
+        at.step_in_round, at.cut, at.noisy, at.finished, at.equal = 0, False, False, True, True
         self._deal_again()
 
     def start_from(self, step: int) -> None:
@@ -179,7 +186,7 @@ class Rounds:
     def _find_out(self) -> bool:
         if self.at.finished or self.replicas.size == 1:
             return False
-        return self._local or bool(self._explored())
+        return self._local or self.at.noisy or bool(self._explored())
 
     def _deal(self, replicas: Replicas) -> dict[str, tuple[float, ...]]:
         dealt = {h.name: (1.0,) * replicas.size for h in self._hyperparameters}

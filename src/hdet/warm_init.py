@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 from hdet.agreement.agreement import Agreement, claim
 from hdet.agreement.fingerprint import fingerprint
 from hdet.replicas import find_replicas
+from hdet.shards import is_sharded
+
+_NOISY = "_hdet_noisy"  # an attribute of parameters until their ensemble takes its first step
 
 
 @torch.no_grad()
@@ -28,9 +32,9 @@ def warm_init(
     """Add independent Gaussian noise to the trainable parameters of this replica, in place.
 
     Call it after wrapping the model in DistributedDataParallel, which broadcasts rank 0's weights and would
-    wipe the noise out. The first converge averages the replicas: what is left of the noise then has 1/sqrt(N)
-    of its size. Without a spread nothing converges, and the replicas stay different; so they do where nothing
-    is explored, as with `Auto` and a learning rate alone in a run of more than 500 steps and shared gradients.
+    wipe the noise out, and before the first step of an `Ensemble` or `OneCycleAutoLR`. Its first round ends in an
+    average of the replicas, whatever is explored: what is left of the noise then has 1/sqrt(N) of its size. Without
+    an ensemble nobody averages, and the replicas stay different.
 
     Args:
         model: the wrapped model, with the weights of the checkpoint loaded.
@@ -42,7 +46,7 @@ def warm_init(
         unwrapped: True if this model is never wrapped in DistributedDataParallel.
 
     Raises:
-        ValueError: if the model is not wrapped yet, or `noise` is negative or not finite.
+        ValueError: if the model is not wrapped yet, or is sharded already, or `noise` is negative or not finite.
     """
     with Agreement("hdet.warm_init", process_group):
         if isinstance(noise, bool) or not isinstance(noise, (int, float)) or not 0 <= noise < math.inf:
@@ -57,12 +61,27 @@ def warm_init(
                 "unwrapped=True if this model is never wrapped"
             )
         trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
+        if any(map(is_sharded, trained)):
+            raise ValueError(
+                "warm_init needs whole parameters, but these are sharded; call it before fully_shard, with the group "
+                'that counts the replicas: warm_init(model, process_group=mesh["replicate"].get_group(), '
+                "unwrapped=True)"
+            )
         claim(fingerprint({"noise": noise, "per": per, "seed": seed}, model=model, followers=trained))
     squares = [_square(p) for p in trained]
     whole = sum(squares) / sum(p.numel() for p in trained) if per == "model" and trained else 0.0
     for number, (p, square) in enumerate(zip(trained, squares, strict=True)):
         mean_square = square / p.numel() if per == "tensor" else whole
         _add_noise(p, noise * math.sqrt(mean_square), _seed(seed, replicas.rank, number))
+        setattr(p, _NOISY, replicas.size > 1 and noise > 0)
+
+
+def take_noise(parameters: Iterable[Tensor]) -> bool:
+    """Whether any of them has noise of its replica's own, asked once: who asks sees to it that they are averaged."""
+    found = [p for p in parameters if getattr(p, _NOISY, False)]
+    for p in found:
+        delattr(p, _NOISY)
+    return bool(found)
 
 
 def _wrapped(model: nn.Module) -> bool:
