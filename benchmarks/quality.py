@@ -5,13 +5,15 @@
     python benchmarks/quality.py all --full --workers 2            # from every start with every seed: an hour more
     python benchmarks/quality.py sweep flights                     # a part: the trusted sweep, plain OneCycleLR
     python benchmarks/quality.py starts flights --method auto      # a part: from 1/30 to 10 times its best rate
+    python benchmarks/quality.py versus flights --method auto --seeds 10    # against plain, seed by seed: is it a tie?
     python benchmarks/quality.py table --write                     # results/quality-DATE.md, and the README's table
     python benchmarks/quality.py speed --write                     # results/speed-DATE.md: steps and seconds to a loss
     python benchmarks/quality.py pictures                          # results/quality-DATE-*.png
     python benchmarks/quality.py --smoke                           # every method for some steps, in a minute
 
 Every run is one line of benchmarks/results/quality.jsonl; a second call runs what is missing there, so a stopped one
-goes on. Peers are those of benchmarks/peers: `pip install '.[lab,peers]'`.
+goes on. Those of `versus` beyond the usual seeds are lines of versus.jsonl. Peers are those of benchmarks/peers:
+`pip install '.[lab,peers]'`.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ import quality_report
 from quality_methods import METHODS, STARTS, one
 
 RESULTS = Path(__file__).parent / "results" / "quality.jsonl"
+VERSUS = RESULTS.with_name("versus.jsonl")
+SEEDS = 3
 # Where the sweeps begin: nothing depends on it but the time until the best rate is inside.
 FIRST = {
     ("digits", "adamw"): 8e-3, ("text", "adamw"): 4e-3, ("flights", "adamw"): 4e-4,
@@ -84,22 +88,24 @@ def key(run: dict) -> tuple:
     return tuple(run[name] for name in ("task", "size", "optimizer", "method", "peak_lr", "seed"))
 
 
-def known() -> dict[tuple, dict]:
-    if not RESULTS.exists():
+def known(path: Path | None = None) -> dict[tuple, dict]:
+    path = path or RESULTS
+    if not path.exists():
         return {}
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
     return {key(row): row for row in rows}
 
 
-def run_all(runs: Sequence[dict], workers: int) -> list[dict]:
-    """The runs with their results, in order; each is written when it is done."""
-    found = known()
+def run_all(runs: Sequence[dict], workers: int, path: Path | None = None) -> list[dict]:
+    """The runs with their results, in order; each is written when it is done, to another file if `path` is given."""
+    path = path or RESULTS
+    found = known() | known(path)
     missing = [run for run in runs if key(run) not in found]
     if missing:
         context, kindly = multiprocessing.get_context("spawn"), (os.nice, (5,))
         with context.Pool(min(workers, len(missing)), *kindly, maxtasksperchild=1) as pool:
             for row in pool.imap_unordered(one, missing):
-                with RESULTS.open("a") as file:
+                with path.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 shown = {name: value for name, value in row.items() if name not in ("curve", "stepped")}
                 print(*shown.values(), flush=True)
@@ -251,16 +257,33 @@ def starts(arguments: argparse.Namespace, about: dict, seeds: list[int], run: Ru
         print(f"{arguments.method} at {peak:.3g}: regret {statistics.fmean(part):.1f} %", shown)
 
 
+def versus(arguments: argparse.Namespace, about: dict, run: Runner) -> None:
+    """A method against the plain schedule from the same starts, seed by seed: where means say too little."""
+    rate, _ = best_rate(about, list(range(SEEDS)), run)
+    for start in (arguments.starts or "10").split(","):
+        mine, plain = (
+            run_all(runs_of(about, name, rate, [start], list(range(arguments.seeds))), arguments.workers, path=VERSUS)
+            for name in (arguments.method, "plain")
+        )
+        gains = [100 * (1 - quality_report.loss(a) / quality_report.loss(b)) for a, b in zip(mine, plain, strict=True)]
+        means = [statistics.fmean(map(quality_report.loss, rows)) for rows in (mine, plain)]
+        error = statistics.stdev(gains) / math.sqrt(len(gains))
+        print(
+            f"from {start}: {arguments.method} {means[0]:.5f}, plain {means[1]:.5f}; lower by "
+            f"{statistics.fmean(gains):.3f} +- {error:.3f} %, in {sum(g > 0 for g in gains)} of {len(gains)} seeds"
+        )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verbs = ("plan", "all", "sweep", "starts", "table", "speed", "pictures")
+    verbs = ("plan", "all", "sweep", "starts", "versus", "table", "speed", "pictures")
     parser.add_argument("what", nargs="?", choices=verbs, default="plan")
     parser.add_argument("task", nargs="?")
     parser.add_argument("--size", default="long")
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--method", default="plain", choices=list(METHODS))
     parser.add_argument("--starts", help="multiples of the best rate: 1/10,1,10; default: the method's")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--full", action="store_true", help="plan, all: from every start with every seed")
     parser.add_argument("--write", action="store_true", help="table: into benchmarks/results/quality-DATE.md")
@@ -281,6 +304,8 @@ def main() -> int:
     elif arguments.what == "sweep":
         for rate, row in sweep(about, seeds, run).items():
             print(f"{rate:.3g}", f"{statistics.fmean(row):.4f}", [round(value, 4) for value in row])
+    elif arguments.what == "versus":
+        versus(arguments, about, run)
     else:
         starts(arguments, about, seeds, run)
     return 0

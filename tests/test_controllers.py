@@ -6,6 +6,7 @@ import random
 import re
 
 import pytest
+import torch
 
 import hdet
 from hdet.controllers import Observation, Report, check_state
@@ -332,3 +333,58 @@ def test_limits_and_floors_are_kept():
             for _ in range(10):
                 state = controller.update(state, Report(1, scores, seen, probe=scores, start=0.0))
             assert state["lr"]["scale"] == pytest.approx(end)
+
+
+class Returns:
+    """A controller whose `update` returns something of the kind that people write by mistake."""
+
+    needs_score = False
+
+    def __init__(self, returned):
+        self.returned = returned
+
+    def init(self, names):
+        return {name: {"scale": 1.0} for name in names}
+
+    def update(self, state, report):
+        return self.returned
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "match"),
+    [
+        (None, ValueError, r"Returns\.update must return a dict with an entry for each of \['lr'\], got \['None'\]"),
+        ({}, ValueError, r"for each of \['lr'\], got \[\]"),
+        ({"lr": {"scale": 1.0}, "wd": {"scale": 1.0}}, ValueError, r"got \['lr', 'wd'\]"),
+        ({"lr": 1.5}, ValueError, r"for lr a dict with the entries of init, \['scale'\], got \['1\.5'\]"),
+        ({"lr": {"size": 1.0}}, ValueError, r"got \['size'\]"),
+        ({"lr": {"scale": 1.0, "more": 2.0}}, ValueError, r"got \['more', 'scale'\]"),
+        ({"lr": {"scale": "1.0"}}, TypeError, r"must return numbers, but scale of lr is '1\.0'"),
+    ],
+)
+def test_a_controller_that_returns_no_state_is_told_so(returned, error, match):
+    steering = hdet.controllers.Steering(Returns(returned), ["lr"], act=True)
+    with pytest.raises(error, match=match):
+        steering.update(report(LOSSES, BY_HAND))
+
+
+def test_a_controller_that_has_lost_its_way_begins_anew_and_the_record_says_so():
+    steering = hdet.controllers.Steering(Returns({"lr": {"scale": math.nan}}), ["lr"], act=True)
+    assert steering.update(report(LOSSES, BY_HAND)) == {"lr": 1.0}
+    assert steering.said == ("lr: Returns asked for a scale of nan; it begins anew at 1",)
+    steering = hdet.controllers.Steering(Returns({"lr": {"scale": torch.tensor(1.5)}}), ["lr"], act=True)
+    steering.update(report(LOSSES, BY_HAND))
+    assert type(steering.scales["lr"]) is float
+    assert steering.said == ()
+
+
+@pytest.mark.parametrize("limits", [(1.2, 3.0), (0.1, 0.8), (0.9, 0.9)])
+def test_a_scale_outside_its_limits_stays_without_a_reason_to_come_back(limits):
+    for controller in (hdet.Fixed(), hdet.Softmax(), hdet.Slope(), hdet.LineSearch(), hdet.Auto()):
+        steering = hdet.controllers.Steering(controller, ["lr"], act=True)
+        tie = Report(100, (2.0,) * 4, {"lr": Observation(1.0, 1.0, 0.0, tuple(LADDER), limits=limits)}, 400,
+                     (2.0,) * 4, 2.0)  # fmt: skip
+        assert steering.update(tie) == {"lr": 1.0}
+    towards = Observation(1.0, 1.0, 0.0, tuple(LADDER), limits=limits)
+    assert towards.within_limits(0.5, before=1.0) == max(0.5, min(limits[0], 1.0))
+    assert towards.within_limits(2.0, before=1.0) == min(2.0, max(limits[1], 1.0))

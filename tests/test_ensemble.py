@@ -225,7 +225,7 @@ def accumulated(micro):
 
 def test_gradient_accumulation_counts_optimizer_steps():
     for progress, scores in run(accumulated, 2, 3):
-        assert progress == {"step": 4, "round": 2, "step_in_round": 0, "cut": False, "finished": False}
+        assert progress == {"step": 4, "round": 2, "step_in_round": 0, "cut": False, "noisy": False, "finished": False}
         assert len(scores) == 2
         assert all(math.isfinite(s) for row in scores for s in row)
 
@@ -624,7 +624,7 @@ def test_the_base_of_a_joint_learning_rate_is_that_of_one_group():
         ensemble = hdet.Ensemble(o, interval=4)
         o.step()
         o.param_groups[0]["lr"], o.param_groups[1]["lr"] = 5.0, 0.09
-        seen = ensemble._recorder.observe()["learning_rate"]
+        seen = ensemble._recorder.observe(ensemble.scales)["learning_rate"]
         assert (seen.base, seen.next_base) == (0.1, 0.09)
 
 
@@ -718,3 +718,88 @@ def sharded(kind):
 def test_sharded_parameters_are_refused(kind):
     for text in run(sharded, 2, kind):
         assert "spread 0" in text
+
+
+def risen_to_its_bound(controller, tie):
+    """Schedules that lead a rate to its bound and back: the scales, and the values and multipliers of all replicas."""
+    torch.manual_seed(0)
+    model = hdet.data_parallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rate = hdet.learning_rate(optimizer, spread=0.3, bounds=(0, 0.1))
+    records, trained = [], []
+    ensemble = hdet.Ensemble(
+        optimizer, [rate], total_steps=60, interval=4, controller=controller, model=model, on_round=[records.append],
+        probe=(lambda index: 1.0) if tie else None,
+    )  # fmt: skip
+    optimizer.register_step_pre_hook(lambda o, args, kwargs: trained.append(o.param_groups[0]["lr"]))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=61)
+    for step in range(60):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        ensemble.step(loss)
+    return [record.hyperparameters["learning_rate"] for record in records], trained
+
+
+@pytest.mark.parametrize(("controller", "tie"), [(hdet.Fixed(), False), (hdet.Slope(), True), (hdet.Softmax(), True)])
+def test_a_bound_cuts_values_and_moves_no_scale(controller, tie):
+    for rows, trained in hdet.in_process(risen_to_its_bound, 4, controller, tie):
+        assert {row.scale for row in rows} == {1.0}
+        assert max(trained) <= 0.1
+        cut = [row for row in rows if 1.3 * row.center > 0.1]
+        assert cut
+        for row in cut:
+            assert max(row.values) == pytest.approx(0.1, rel=1e-12)
+            assert min(row.values) == pytest.approx(0.7 * row.center)
+
+
+def test_bounds_hold_without_a_spread():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    seen = []
+    rates = [hdet.learning_rate(optimizer, spread=0.0, bounds=(0, 0.05))]
+    ensemble = hdet.Ensemble(optimizer, rates, total_steps=10, interval=2)
+    optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append(o.param_groups[0]["lr"]))
+    for lr in (0.02, 0.2):
+        optimizer.param_groups[0]["lr"] = lr
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        ensemble.step()
+    assert seen == [0.02, 0.05]
+    assert optimizer.param_groups[0]["lr"] == 0.2
+
+
+@pytest.mark.parametrize(("base", "coordinate"), [(0.0, None), (0.5, None), (0.0, "log")])
+def test_a_scalar_at_its_bound_is_told_that_it_is_not_explored(base, coordinate):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    smoothing = hdet.scalar("label_smoothing", base, bounds=(0, 0.5), spread=0.5, coordinate=coordinate)
+    with pytest.warns(UserWarning, match=f"label_smoothing is {base:g}, at its bound: in the .* coordinate every"):
+        hdet.Ensemble(optimizer, [smoothing], total_steps=10, interval=2, gradients="local", model=model).close()
+
+
+def searched_by_two(controller, per_group):
+    model = hdet.data_parallel(nn.Linear(2, 1))
+    groups = [{"params": [model.module.weight]}, {"params": [model.module.bias]}]
+    optimizer = torch.optim.SGD(groups, lr=0.01)
+    rates = [hdet.learning_rate(optimizer, spread=2.0, ladder="log", per_group=per_group)]
+    ensemble = hdet.Ensemble(
+        optimizer, rates, total_steps=10, interval=2, controller=controller, model=model, probe=lambda index: 1.0
+    )
+    model(torch.ones(1, 2)).sum().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    ensemble.close()
+    return [str(warning.message) for warning in caught if "three replicas" in str(warning.message)]
+
+
+@pytest.mark.parametrize("controller", [hdet.LineSearch(), hdet.Auto()])
+def test_two_replicas_are_too_few_for_a_line_search_by_group(controller):
+    told = hdet.in_process(searched_by_two, 2, controller, True)
+    assert sum(map(len, told)) >= 1
+    assert not any(hdet.in_process(searched_by_two, 2, controller, False))
+    assert not any(hdet.in_process(searched_by_two, 3, controller, True))

@@ -6,6 +6,7 @@ import pickle
 import random
 import statistics
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from processes import run
 from torch import nn, optim
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import hdet
@@ -192,6 +194,44 @@ OPTIMIZERS = {
 }
 
 
+class Follower(nn.Module):
+    """A network beside a slow copy of itself, as in momentum contrast: the copy follows from the step `since` on."""
+
+    def __init__(self, since):
+        super().__init__()
+        self.inner, self.since, self.calls = plain_net(), since, 0
+        self.slow = copy.deepcopy(self.inner).requires_grad_(False)
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.training and self.calls > self.since:
+            with torch.no_grad():
+                for slow, p in zip(self.slow.parameters(), self.inner.parameters(), strict=True):
+                    slow.data = 0.9 * slow.data + 0.1 * p.data
+        return self.inner(x) + 0 * self.slow(x)
+
+
+def test_frozen_parameters_that_the_forward_pass_changes_are_put_back():
+    torch.manual_seed(0)
+    model = Follower(0).double()
+    optimizer = torch.optim.SGD(model.inner.parameters(), lr=0.01)
+    before = everything(model, optimizer)
+    find(model, optimizer)
+    assert everything(model, optimizer) == before
+
+
+def test_frozen_parameters_that_change_late_are_told():
+    model = Follower(200).double()
+    optimizer = torch.optim.SGD(model.inner.parameters(), lr=0.01)
+    with pytest.warns(UserWarning, match="parameters changed that no optimizer trains"):
+        find(model, optimizer)
+    fixed = Follower(200).double()
+    optimizer = torch.optim.SGD(fixed.inner.parameters(), lr=0.01)
+    before = everything(fixed, optimizer)
+    find(fixed, optimizer, also=[fixed.slow])
+    assert everything(fixed, optimizer) == before
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer(name):
     model = make(kind=plain_net, dtype=torch.float32)
@@ -203,6 +243,8 @@ def test_any_optimizer(name):
     rose = high < found.fine[-1][0]
     assert found.whole == (min(low, high / 16) if rose else low, high)
     assert found.rate == float(found) == pytest.approx(0.5 * math.sqrt(found.whole[0] * high))
+    assert f"{found:.3g}" == f"{found.rate:.3g}"
+    assert f"{found}" == str(found)
     assert ("narrow, so counted" in str(found)) is (rose and high < 16 * low)
     assert everything(model, optimizer) == before
     again = find(model, optimizer)
@@ -585,3 +627,48 @@ def with_unshared_gradients():
 def test_replicas_that_do_not_share_their_gradients_are_refused():
     with pytest.raises(hdet.ReplicaError, match="differs from replica 0 after one step"):
         hdet.in_process(with_unshared_gradients, 2)
+
+
+def interrupted(kind):
+    """Every replica is interrupted in mid-ramp, under real DDP."""
+    replicas = hdet.find_replicas()
+    model = DistributedDataParallel(make())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before, taken = everything(model, optimizer), itertools.count()
+
+    def step(index):
+        x, y = batch(index)
+        loss_fn(model, (x[replicas.rank :: 2], y[replicas.rank :: 2])).backward()
+        if next(taken) == 50:
+            raise kind
+
+    with pytest.raises(kind):
+        hdet.find_lr(model, optimizer, step, probe=make_probe())
+    return everything(model, optimizer) == before
+
+
+@pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt])
+def test_everything_is_put_back_on_every_replica(kind):
+    assert run(interrupted, 2, kind) == [True, True]
+
+
+def test_the_cost_is_that_of_the_clock():
+    """Steps and scores that take known times: as many steps of training as the whole search lasted."""
+    model = make(kind=plain_net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    spent = {"steps": [], "scores": []}
+
+    def slowly(kind, seconds, work):
+        began = time.perf_counter()
+        time.sleep(seconds)
+        result = work()
+        spent[kind].append(time.perf_counter() - began)
+        return result
+
+    probe = hdet.Probe(lambda index: [batch(-1)], lambda model, b: slowly("scores", 0.02, lambda: loss_fn(model, b)))
+    step = lambda index: slowly("steps", 0.004, lambda: loss_fn(model, batch(index)).backward())  # noqa: E731
+    found = hdet.find_lr(model, optimizer, step, probe=probe, total_steps=1000)
+    whole = sum(spent["steps"]) + sum(spent["scores"])
+    assert found.cost == pytest.approx(whole / (sum(spent["steps"]) / found.steps), rel=0.2)
+    assert found.cost > 1.5 * found.steps
+    assert found.seconds >= 0.99 * whole

@@ -1,9 +1,10 @@
-"""Dropout, attributes and scalars: written when the slots are dealt, read by the forward pass."""
+"""Attributes and scalars: written when the slots are dealt, read by the forward pass."""
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn.functional import cross_entropy, log_softmax
 
 import hdet
 from hdet.hyperparameters.in_forward import InForward
@@ -57,20 +58,6 @@ def test_several_modules_share_one_scale():
     assert [layer.temperature for layer in layers] == [1.0, 2.0]
 
 
-def test_dropout_finds_every_layer_that_drops():
-    model = nn.Sequential(
-        nn.Dropout(0.1), nn.Dropout(0.0), nn.Dropout2d(0.2), nn.MultiheadAttention(4, 2, dropout=0.3),
-        nn.LSTM(4, 4, 2, dropout=0.4), nn.AlphaDropout(0.5),
-    )  # fmt: skip
-    h = hdet.dropout(model)
-    assert list(h.bases()) == [0.1, 0.2, 0.3, 0.4, 0.5]
-    h.write(1e9, 1.0)
-    assert all(0 <= x <= 0.95 for x in (model[0].p, model[2].p, model[3].dropout, model[4].dropout))
-    assert model[1].p == 0.0
-    h.restore()
-    assert list(h.bases()) == [0.1, 0.2, 0.3, 0.4, 0.5]
-
-
 def test_what_is_not_there_is_refused():
     with pytest.raises(ValueError, match="dropout layer"):
         hdet.dropout(nn.Linear(2, 2))
@@ -119,21 +106,39 @@ def test_a_compiled_model_is_not_compiled_again_every_round(change, most):
     assert compiles(change) <= most
 
 
-def test_torch_itself_compiles_for_every_probability():
-    """What the tensor is for: if this fails, torch has learnt it and `compiled` can go."""
-    assert compiles(lambda m: hdet.dropout(m, compiled=False)) > 4
-
-
-def test_dropout_read_from_a_tensor_drops_and_keeps_the_mean():
-    model = torch.compile(nn.Sequential(nn.Dropout(0.5)), backend="eager")
-    h = hdet.dropout(model)
-    h.write(1 / 3, 1.0)  # odds 1 : 3
+def smoothed(read):
+    """The graphs of a compiled loss over ten values of label smoothing, and its losses beside torch's own."""
+    torch._dynamo.reset()
+    counters.clear()
+    smoothing = hdet.scalar("label_smoothing", 0.1, bounds=(0, 0.5), spread=0.5)
+    smoothing.tensor()
+    loss = torch.compile(lambda logits, y: read(smoothing, logits, y), backend="aot_eager")
     torch.manual_seed(0)
-    out = model(torch.ones(100_000))
-    assert (out == 0).float().mean().item() == pytest.approx(0.25, abs=0.01)
-    assert out.mean().item() == pytest.approx(1.0, abs=0.01)
-    model.eval()
-    assert model(torch.ones(4)).tolist() == [1.0] * 4
+    logits, y = torch.randn(6, 5, requires_grad=True), torch.arange(6) % 5
+    pairs = []
+    for step in range(10):
+        smoothing.write(step / 2, 1.0)
+        here, by_torch = loss(logits, y), cross_entropy(logits, y, label_smoothing=smoothing.value)
+        torch.testing.assert_close(torch.autograd.grad(here, logits), torch.autograd.grad(by_torch, logits))
+        pairs.append((here.item(), by_torch.item()))
+    return counters["stats"]["unique_graphs"], pairs
+
+
+def test_label_smoothing_by_its_tensor_is_torchs_in_one_graph():
+    def read(smoothing, logits, y):
+        s = smoothing.tensor(logits.device)
+        return (1 - s) * cross_entropy(logits, y) - s * log_softmax(logits, -1).mean(-1).mean()
+
+    compiled, pairs = smoothed(read)
+    assert compiled == 1
+    assert len({here for here, _ in pairs}) == 10
+    for here, by_torch in pairs:
+        assert here == pytest.approx(by_torch, rel=1e-6)
+
+
+def test_torch_itself_compiles_for_every_label_smoothing():
+    """What the formula is for."""
+    assert smoothed(lambda s, logits, y: cross_entropy(logits, y, label_smoothing=s.value))[0] > 4
 
 
 def test_a_schedule_of_the_users_own_keeps_multiplier_and_scale():
@@ -166,3 +171,16 @@ def test_replicas_differ_from_the_first_forward_pass_on():
     first, second = hdet.in_process(replicas_read, 2, 2)
     for step, (a, b) in enumerate(zip(first, second, strict=True)):
         assert {round(a / (1.0 + step), 6), round(b / (1.0 + step), 6)} == {0.5, 1.5}
+
+
+def test_a_tensor_of_whole_numbers_is_refused():
+    module = nn.Module()
+    module.register_buffer("margin", torch.tensor(2))
+    with pytest.raises(TypeError, match="margin holds whole numbers"):
+        hdet.attribute(module, "margin", bounds=(0, 5))
+
+
+def test_an_attribute_may_be_a_regulariser():
+    module = nn.Softplus(beta=2.0)
+    assert hdet.attribute(module, "beta", regulariser=True).regulariser
+    assert not hdet.attribute(module, "beta").regulariser

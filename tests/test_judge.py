@@ -200,6 +200,47 @@ def test_the_record_says_what_the_probe_cost():
     run(costs, 2)
 
 
+def digits_under_ddp():
+    """The real task with BatchNorm, under DDP's default, which gives every replica rank 0's statistics: what the record
+    says, and the loss of this replica's weights on the same samples, by a twin outside DDP.
+    """
+    from hdet.lab.tasks import make as make_task
+
+    rank, task = dist.get_rank(), make_task("digits", "smoke", 0)
+    model = DistributedDataParallel(task.model())
+    o = optim.SGD(model.parameters(), lr=0.05)
+    seen = []
+    ensemble = hdet.Ensemble(
+        o, [hdet.learning_rate(o, spread=0.9)], total_steps=400, interval=4, controller=hdet.LineSearch(), model=model,
+        probe=hdet.Probe(lambda index: [task.batch(1000 + index)], task.loss), on_round=[seen.append],
+    )  # fmt: skip
+    for step in range(8):
+        loss = task.loss(model, task.batch(step, rank, 2))
+        loss.backward()
+        o.step()
+        o.zero_grad()
+        if step == 7:
+            twin = task.model()
+            twin.load_state_dict(model.module.state_dict())
+            before = [b.clone() for b in model.buffers()]
+        ensemble.step(loss)
+    twin.train()  # batch statistics; the task has no dropout
+    with torch.no_grad():
+        own = task.loss(twin, task.batch(1001)).item()
+    for b in before:
+        dist.all_reduce(b)
+    kept = all(torch.allclose(b, total / 2) for b, total in zip(model.buffers(), before, strict=True) if b.dim())
+    return own, seen[-1].probe, kept
+
+
+def test_the_probe_gives_the_loss_at_the_replicas_weights_on_digits():
+    (first, probe, kept), (second, again, _) = run(digits_under_ddp, 2)
+    assert kept  # converge averaged the running statistics of training: the probe has left them alone
+    assert probe == again
+    assert probe == pytest.approx((first, second), rel=1e-6)
+    assert first != pytest.approx(second, rel=1e-3)
+
+
 def found_before_the_run():
     """Auto in a long run: prepare() scales the schedule and leaves everything else as it was."""
     model, o, ensemble, _ = make(controller=hdet.Auto(), total_steps=5000, interval="auto")

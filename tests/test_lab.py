@@ -283,7 +283,7 @@ def test_what_is_charged_shortens_the_run(tmp_path):
     assert read(folder / "result.json")["steps"] == int(60 / (1 + 4 / 5))
 
 
-def test_after_a_search_a_charged_run_is_the_plain_run_of_the_steps_that_are_left(tmp_path, monkeypatch):
+def test_after_a_search_a_charged_run_is_the_plain_run_of_the_steps_that_are_left(tmp_path, monkeypatch, capsys):
     told = found_rate(3e-3, 960, 1280, 970.0, 1234.0)
     monkeypatch.setattr(starts, "find", lambda *given: told)
     words = ["train", "flights", "--size", "smoke", "--in-process", "--folder"]
@@ -295,6 +295,8 @@ def test_after_a_search_a_charged_run_is_the_plain_run_of_the_steps_that_are_lef
     assert auto["steps"] == plain["steps"] == 1001 - 960 - 2
     assert auto["held_out"] == plain["held_out"]
     assert read(tmp_path / "auto" / "find_lr.json")["rate"] == 3e-3
+    assert cli.main(["report", str(tmp_path / "auto")]) == 0
+    assert "learning rate 0.003, before the first step, from 0.003. It took 21 min" in capsys.readouterr().out
     whole = losses(tmp_path / "auto")
     stop_at(tmp_path / "auto", 20)
     assert cli.main(["resume", str(tmp_path / "auto"), "--in-process"]) == 0

@@ -53,7 +53,7 @@ MAY_IMPORT = {
         "arguments", "assignment", "controllers", "hyperparameters", "local_gradients", "probe", "replicas", "rollback",
         "shards",
     },
-    "no_effect": {"controllers", "outer_step"},
+    "no_effect": {"controllers", "hyperparameters", "outer_step"},
     "settings": {
         "agreement", "arguments", "assignment", "checks", "controllers", "deepspeed", "hooks", "hyperparameters",
         "judge", "local_gradients", "no_effect", "outer_step", "probe", "replicas", "rollback", "shards",

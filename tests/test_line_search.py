@@ -6,7 +6,8 @@ import pytest
 
 import hdet
 from hdet.controllers import Observation, Report
-from hdet.controllers.line_search import fit, fit_with_intercept
+from hdet.controllers.evidence import VAGUE, words
+from hdet.controllers.line_search import clear_until, fit, fit_with_intercept
 from hdet.controllers.steering import Steering
 
 VERTEX = {"neutral": 0.5, "greedy": 1.0}
@@ -169,23 +170,141 @@ def test_a_hill_is_forgotten():
     assert ends[True] == pytest.approx(1e6)
 
 
-@pytest.mark.parametrize("vertex", [0.35, 0.5, 0.8, 1.2])
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_standard_error_is_calibrated(vertex, size):
-    """Over many runs with noise the estimates scatter as much as their errors say."""
+def simulated(vertex, noise, size, runs, rounds=30):
+    """Estimate and error after `rounds` noisy rounds on a parabola, `runs` times."""
     rng = random.Random(3)
-    controller = hdet.LineSearch(step_size=0.0)
-    estimates, errors = [], []
-    for _ in range(300):
+    controller, rungs = hdet.LineSearch(step_size=0.0), wide(size)
+    found = []
+    for _ in range(runs):
         state = controller.init(["learning_rate"])
-        for _ in range(30):
-            probe = [(m - vertex) ** 2 + rng.gauss(0, 0.05) for m in wide(size)]
-            state = controller.update(state, report(probe, vertex**2, wide(size)))
-        estimates.append(state["learning_rate"]["estimate"])
-        errors.append(state["learning_rate"]["error"])
-    ratio = statistics.median(errors) / statistics.stdev(estimates)
-    assert 1 / 1.5 < ratio < 1.5
-    assert statistics.fmean(estimates) == pytest.approx(math.log(vertex / 0.5), abs=0.15)
+        for _ in range(rounds):
+            probe = [(m - vertex) ** 2 + rng.gauss(0, noise) for m in rungs]
+            state = controller.update(state, report(probe, vertex**2, rungs))
+        found.append((state["learning_rate"]["estimate"], state["learning_rate"]["error"]))
+    return found
+
+
+def is_wrong(estimate, error, true):
+    """Whether the words claim what is not so: a number by more than three errors, a bound at all."""
+    if not abs(estimate) > 2 * error:
+        return False
+    if error < VAGUE:
+        return abs(estimate - true) > 3 * error
+    return true < estimate - 2 * error if estimate > 0 else true > estimate + 2 * error
+
+
+KNOWN = [(0.02, 0.005), (0.35, 0.05), (0.5, 0.05), (1.2, 0.05), (3.0, 0.1), (30.0, 0.2)]
+UNKNOWN = [(0.02, 0.05), (0.02, 0.5), (10.0, 2.0), (30.0, 1.0), (30.0, 5.0), (30.0, 20.0)]
+
+
+@pytest.mark.parametrize(("vertex", "noise"), KNOWN)
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_the_standard_error_is_calibrated(vertex, noise, size):
+    """Over many runs with noise the estimates scatter as much as their errors say."""
+    true = math.log(vertex / 0.5)
+    found = simulated(vertex, noise, size, 100)
+    scatter = statistics.stdev(estimate for estimate, _ in found)
+    assert 1 / 1.5 < statistics.median(error for _, error in found) / scatter < 1.5
+    assert statistics.fmean(estimate for estimate, _ in found) == pytest.approx(true, abs=0.15)
+    assert sum(abs(estimate - true) > 3 * error for estimate, error in found) <= 3
+    assert sum(is_wrong(*one, true) for one in found) <= 3
+
+
+@pytest.mark.parametrize(("vertex", "noise"), UNKNOWN)
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_where_the_vertex_is_not_known_no_number_is_claimed_for_it(vertex, noise, size):
+    found = simulated(vertex, noise, size, 100)
+    assert sum(is_wrong(*one, math.log(vertex / 0.5)) for one in found) <= 5
+    if abs(math.log(vertex / 0.5)) > 2 and noise < 10:  # the direction is clear all the same
+        assert sum(abs(estimate) > 2 * error for estimate, error in found) > 80
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("vertex", "noise"), [(1.2, 0.05), (3.0, 0.2), (30.0, 1.0), (0.1, 0.05)])
+def test_few_rounds_do_not_make_it_sure(vertex, noise, size):
+    for rounds, most in ((3, 12), (5, 8)):
+        found = simulated(vertex, noise, size, 100, rounds)
+        assert sum(is_wrong(*one, math.log(vertex / 0.5)) for one in found) <= most, rounds
+
+
+@pytest.mark.parametrize(("first", "noise"), [(1 / 30, 0.003), (0.3, 0.03), (2.0, 0.3), (20.0, 0.3), (20.0, 3.0)])
+def test_while_the_scale_moves_the_error_is_no_smaller_than_it_should_be(first, noise):
+    """L = -rate rho + (rate rho)^2 / 2: the best rate is 2. Rounds at other step sizes count for less, or are noise."""
+    wrong, controller = 0, hdet.LineSearch()
+    for run in range(50):
+        rng = random.Random(run)
+        state = controller.init(["learning_rate"])
+        for _ in range(20):
+            rate = first * state["learning_rate"]["scale"]
+            probe = [-rate * m + (rate * m) ** 2 / 2 + rng.gauss(0, noise) for m in wide(4)]
+            state = controller.update(state, report(probe, 0.0, wide(4), first, first))
+            entry = state["learning_rate"]
+            wrong += is_wrong(entry["estimate"], entry["error"], math.log(2 / rate))
+    assert wrong <= 0.02 * 50 * 20
+
+
+def test_sums_are_those_of_all_rounds_in_units_of_the_last_step_size():
+    rng = random.Random(7)
+    controller = hdet.LineSearch()
+    state, rounds = controller.init(["learning_rate"]), []
+    for _ in range(25):
+        base = rng.uniform(0.5, 2.0)
+        rate = base * state["learning_rate"]["scale"]
+        a, b = -rate * rng.uniform(0.8, 1.2), 0.5 * rate**2 * rng.uniform(0.8, 1.2)
+        rounds.append((rate, a / (abs(a) + b), b / (abs(a) + b)))
+        probe = [a * m + b * m * m for m in wide(4)]
+        state = controller.update(state, report(probe, 0.0, wide(4), base, base))
+    weights = [0.8**k for k in range(24, -1, -1)]
+    carried = [(a * rate / old, b * (rate / old) ** 2) for old, a, b in rounds]
+    weighted = list(zip(weights, carried, strict=True))
+    mean_a, mean_b = (sum(w * pair[i] for w, pair in weighted) / sum(weights) for i in (0, 1))
+    entry = state["learning_rate"]
+    close = pytest.approx
+    assert (entry["slope"], entry["curvature"]) == (close(mean_a, rel=1e-9), close(mean_b, rel=1e-9))
+    assert entry["slope_scatter"] == close(sum(w * (a - mean_a) ** 2 for w, (a, _) in weighted), rel=1e-9)
+    assert entry["co_scatter"] == close(sum(w * (a - mean_a) * (b - mean_b) for w, (a, b) in weighted), rel=1e-9)
+    assert entry["curvature_scatter"] == close(sum(w * (b - mean_b) ** 2 for w, (_, b) in weighted), rel=1e-9)
+    assert entry["products"] == close(sum(w * w * a * b for w, (a, b) in weighted), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "said"),
+    [
+        (-1.0, 0.0, "at least x"),  # straight down: no vertex in sight
+        (-0.1, -1.0, "at least x"),  # down, and steeper and steeper
+        (-1.0, 1e-5, "at least x"),  # a vertex beyond reach
+        (1.0, 0.0, "at most x"),
+        (1.0, 1.0, "at most x"),
+        (0.3, -1.0, "no evidence"),  # over a hill: up at first, down at the target
+    ],
+)
+def test_what_is_only_a_bound_is_told_as_one(a, b, said):
+    rng = random.Random(4)
+    controller = hdet.LineSearch(step_size=0.0)
+    state = controller.init(["learning_rate"])
+    for _ in range(30):
+        probe = [a * m + b * m * m + rng.gauss(0, 1e-4) for m in wide(4)]
+        state = controller.update(state, report(probe, 0.0, wide(4)))
+    entry = state["learning_rate"]
+    assert words("rate", 1.0, entry["estimate"], entry["error"]).startswith(f"rate: {said}")
+    assert entry["error"] >= VAGUE
+
+
+def test_how_far_a_slope_is_clear_by_trying():
+    rng = random.Random(9)
+    for _ in range(200):
+        x, y = rng.gauss(0, 1), rng.gauss(0, 1)
+        u, v, shared = rng.uniform(0, 0.5), rng.uniform(0, 0.5), rng.uniform(-1, 1)
+        variance = (u * u, shared * u * v, v * v)
+
+        def is_clear(t, x=x, y=y, variance=variance):
+            return (x + y * t) ** 2 > 9 * (variance[0] + 2 * t * variance[1] + t * t * variance[2])
+
+        for up in (True, False):
+            end = clear_until(0.5, up, (x, y), variance)
+            ahead = [0.5 + (1 if up else -1) * k / 100 for k in range(1000)]
+            tried = next((t for t in ahead if not is_clear(t)), math.inf if up else -math.inf)
+            assert end == pytest.approx(tried, abs=0.0101) or (math.isinf(tried) and abs(end) > 9)
 
 
 def test_what_only_observes_finds_the_same_from_round_to_round():

@@ -250,7 +250,7 @@ def test_state_of_torchs_one_cycle_can_be_loaded():
     ours.optimizer.load_state_dict(plain.optimizer.state_dict())
     ours.load_state_dict(plain.state_dict())
     assert ours.ensemble.state_dict()["progress"] == {
-        "step": 7, "round": 1, "step_in_round": 3, "cut": True, "finished": False,
+        "step": 7, "round": 1, "step_in_round": 3, "cut": True, "noisy": False, "finished": False,
     }  # fmt: skip
     take(plain)
     take(ours)

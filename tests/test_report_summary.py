@@ -1,4 +1,4 @@
-"""The five sentences about a run, on rounds whose answers are known."""
+"""The sentences about a run, on rounds whose answers are known."""
 
 from hdet.report.columns import columns
 from hdet.report.run import Status
@@ -15,8 +15,8 @@ def line(step, base, scale, probe, before=None, **changes):
     return {**about, "events": [], "hyperparameters": {"learning_rate": row}, **seconds, **changes}
 
 
-def told(lines, state="ended", text="ended at step 20 of 20"):
-    return {part["title"]: part for part in summary(lines, Status(state, text))}
+def told(lines, state="ended", text="ended at step 20 of 20", search=None):
+    return {part["title"]: part for part in summary(lines, Status(state, text), search)}
 
 
 ANNEALED = [
@@ -34,6 +34,18 @@ def test_the_five_sentences():
     assert said["Cost"] == "15.0% of 40.0 s: converge 5.0%, probe 10.0%. The rest is training."
     assert said["Health"] == (
         "Ended at step 20 of 20. All losses are finite, no rollback. Loss 2.5 in the first round, 1.05 in the last."
+    )
+
+
+def test_what_was_found_before_the_run():
+    """By `prepare()`, which the first record tells, or by the lab, in find_lr.json."""
+    assert "Found" not in told(ANNEALED)
+    prepared = [{**ANNEALED[0], "events": ["learning_rate: to be found", "found: learning rate 0.02"]}, *ANNEALED[1:]]
+    assert told(prepared)["Found"]["text"] == "learning rate 0.02."
+    search = {"rate": 0.00391, "peak_lr": 1.33e-4, "cost": 371.2, "seconds": 12.34}
+    assert next(iter(told(ANNEALED, search=search))) == "Found"
+    assert told(ANNEALED, search=search)["Found"]["text"] == (
+        "learning rate 0.00391, before the first step, from 0.000133. It took 12.3 s, as much as 371 steps."
     )
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from hdet.controllers import Auto, Controller, Fixed, Limits, LineSearch, Observation, Plan, Report, Slope, Softmax
 from hdet.ensemble import Ensemble
+from hdet.hyperparameters.dropout import dropout
 from hdet.hyperparameters.hyperparameter import Hyperparameter
-from hdet.hyperparameters.in_forward import Scalar, attribute, dropout, scalar
+from hdet.hyperparameters.in_forward import Scalar, attribute, scalar
 from hdet.hyperparameters.in_groups import learning_rate, momentum, weight_decay
 from hdet.in_process import ReplicaError, data_parallel, in_process
 from hdet.json_lines import JSONLines, read_records

@@ -547,6 +547,10 @@ class Ensemble:
             if not self._agreed and self.replicas.ranks.size > 1:  # there were no replicas yet when it was made
                 settle(self.replicas, "the first step of hdet.Ensemble", self._claims())
                 self._agreed = True
+            given = self._settings
+            if self.replicas.size == 2:
+                names = [h.name for h in given.explored]
+                no_effect.warn_of_two_replicas(given.controller, given.plan, names, given.rates)
             if take_noise(self._tensors.parameters()):
                 self._rounds.begin_noisy()
             self._begin_round()
@@ -659,11 +663,13 @@ class Ensemble:
 
     def _control(self, full: bool, judged: Judged, seconds: float) -> RoundRecord:
         at = self._rounds.at
-        seen = self._recorder.observe()
         trained, proposed = self.scales, self.scales
+        said: tuple[str, ...] = ()
+        seen = self._recorder.observe(trained)
         if full and not self._rounds.over:  # after the last step there is nothing left to steer
             report = Report(at.step, judged.scores, seen, self.total_steps, judged.probe, judged.start)
             proposed = self._steering.update(report)
+            said = self._steering.said
         rows = self._recorder.rows(seen, trained, proposed, self._steering)
         return RoundRecord(
             round=at.round,
@@ -676,7 +682,7 @@ class Ensemble:
             round_seconds=time.perf_counter() - self._clock,
             converge_seconds=seconds,
             probe_seconds=self._judge.seconds,
-            events=self._events(),
+            events=(*self._events(), *said),
             steps=at.step_in_round,
             total_steps=self.total_steps,
             last=self._rounds.over or self._finishing,

@@ -100,7 +100,7 @@ class FanOut:
             self._watched[id(optimizer)].plan = [
                 (h, scales[h.name], multipliers[h.name], h.multiplies)
                 for h in self._hyperparameters
-                if optimizer in h.optimizers and (h.diverges or scales[h.name] != 1.0)
+                if optimizer in h.optimizers and (h.diverges or scales[h.name] != 1.0 or h.is_bounded)
             ]
 
     def used(self, name: str) -> list[Base]:

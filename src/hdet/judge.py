@@ -62,17 +62,17 @@ class Judge:
 
     def begin(self, index: int, replicas: Replicas) -> None:
         """Score the weights that the round begins with, which all replicas hold: each one its share of the data."""
-        began = time.perf_counter()
+        began = self._now()
         if isinstance(self._probe, Probe) and self._model is not None:
             self._start = self._probe.share(self._model, index, replicas)
         elif self._probe is not None:
             loss = _scalar(self._call(index))
             self._start = torch.stack([loss, torch.ones_like(loss)])
-        self.seconds += time.perf_counter() - began
+        self.seconds += self._now() - began
 
     def end(self, index: int, full: bool, replicas: Replicas, device: torch.device) -> Tensor:
         """This replica's numbers for the others, a float64 vector on `device`; scores the weights of a full round."""
-        began = time.perf_counter()
+        began = self._now()
         vector = torch.full((_NUMBERS,), math.nan, dtype=torch.float64, device=device)
         vector[0] = self.score.mean(device)
         if full and isinstance(self._probe, Probe) and self._model is not None:
@@ -82,7 +82,7 @@ class Judge:
         if self._start is not None:
             vector[2:4] = self._start.to(device)
         vector[4] = self.score.count
-        self.seconds_at_end = time.perf_counter() - began
+        self.seconds_at_end = self._now() - began
         self.seconds += self.seconds_at_end
         return vector
 
@@ -116,6 +116,12 @@ class Judge:
             self._start = torch.tensor(start, dtype=torch.float64)
         else:
             self._start = None
+
+    def _now(self) -> float:
+        """The time. With a probe after a GPU has done what was asked of it, or its work would count for another's."""
+        if self.probes and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def _call(self, index: int) -> Loss:
         assert self._probe is not None

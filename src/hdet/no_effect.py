@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 
-from hdet.controllers import Controller, Fixed, Plan, Softmax
+from hdet.controllers import Controller, Fixed, LineSearch, Plan, Softmax
+from hdet.hyperparameters.hyperparameter import Hyperparameter
+from hdet.hyperparameters.in_forward import InForward
 from hdet.outer_step import OuterStep
 
 
@@ -41,6 +44,29 @@ def warn_of_probe(controller: Controller, probe: object, wants: Plan, local: boo
         )
     if problem is not None:
         warnings.warn(problem, stacklevel=5)
+
+
+def warn_of_bases(explored: Iterable[Hyperparameter]) -> None:
+    """Warn of what stays the same on all replicas, as every multiple of it is the same."""
+    for h in explored:
+        bases = [float(base) for base in h.bases()] if isinstance(h, InForward) else []
+        if bases and not any(h.steered(base) for base in bases):
+            warnings.warn(
+                f"{h.name} is {bases[0]:g}, at its bound: in the {h.coordinate} coordinate every replica has the same "
+                f'value, so it is not explored; begin within {h.bounds}, or write coordinate="linear"',
+                stacklevel=5,
+            )
+
+
+def warn_of_two_replicas(controller: Controller, wants: Plan, names: Iterable[str], rates: Iterable[str]) -> None:
+    """Warn of a line search that two replicas are too few for: of one among several, whose others move too."""
+    searched = list(names if isinstance(controller, LineSearch) else rates)
+    if wants.needs_line and len(searched) > 1:
+        warnings.warn(
+            f"a line search of each of {len(searched)} hyperparameters needs three replicas, and there are two: they "
+            "stay where they are; explore one joint learning rate, use controller=hdet.Slope(), or start more replicas",
+            stacklevel=7,
+        )
 
 
 def warn_of_outer_step(outer: OuterStep, interval: int, total_steps: int | None) -> None:

@@ -47,9 +47,9 @@ class Recorder:
         """After a resume: where the round began is not known."""
         self._first.clear()
 
-    def observe(self) -> dict[str, Observation]:
-        """What a controller is told of each hyperparameter at the end of a round."""
-        return {h.name: self._observe(h) for h in self._hyperparameters}
+    def observe(self, scales: Mapping[str, float]) -> dict[str, Observation]:
+        """What a controller is told of each hyperparameter at the end of a round that was trained at `scales`."""
+        return {h.name: self._observe(h, scales[h.name]) for h in self._hyperparameters}
 
     def rows(
         self,
@@ -85,9 +85,10 @@ class Recorder:
             )
         return rows
 
-    def _observe(self, h: Hyperparameter) -> Observation:
+    def _observe(self, h: Hyperparameter, scale: float) -> Observation:
         coming = list(h.bases())
         base, next_base = representative(self._values.used(h) or coming, coming)
         dealt = self._rounds.dealt[h.name]
         limits = h.limits(next_base, len(dealt))
-        return Observation(h.steered(base), h.steered(next_base), h.floor, dealt, h.peak(), limits)
+        multipliers = h.within_bounds(base, scale, dealt)
+        return Observation(h.steered(base), h.steered(next_base), h.floor, multipliers, h.peak(), limits)

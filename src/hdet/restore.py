@@ -157,6 +157,45 @@ class Weights:
         return all(p.grad is None or bool(p.grad.isfinite().all()) for p in self._parameters)
 
 
+class Frozen:
+    """The values of parameters that nobody trains, which a forward pass may change all the same (a momentum encoder).
+
+    All of them are kept on the host until some steps have shown which ones change, and only those from then on: the
+    frozen part of a model may be far larger than what is trained.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._all = list({id(p): p for p in parameters}.values())
+        self._kept = [(p, _local(p).to("cpu", copy=True)) for p in self._all]
+        self._sums = [_sum(p) for p in self._all]
+        self._settled = False
+
+    def settle(self) -> None:
+        """After the first steps: keep what has changed. Later calls change nothing."""
+        if not self._settled:
+            self._kept = [(p, value) for p, value in self._kept if not torch.equal(_local(p).cpu(), value)]
+        self._settled = True
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for p, value in self._kept:
+            _local(p).copy_(value)
+
+    def all_restored(self) -> bool:
+        """Whether all are as they were; one that first changed after `settle()` is not."""
+        return all(_sum(p) == before or math.isnan(before) for p, before in zip(self._all, self._sums, strict=True))
+
+
+def _local(p: Any) -> Tensor:
+    """The values as they are now, of a DTensor this rank's part. They share their memory with `p`."""
+    values: Tensor = p.detach().to_local() if hasattr(p, "to_local") else p.detach()
+    return values
+
+
+def _sum(p: Tensor) -> float:
+    return float(_local(p).abs().sum(dtype=torch.float64))
+
+
 class OptimizerState:
     """An optimizer's attributes, groups, state and hooks. Its state is set aside, not copied."""
 

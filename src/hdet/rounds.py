@@ -106,8 +106,8 @@ class Rounds:
         self._replicas = find_replicas(self._where)
         if (self._local or self._explored()) and self._replicas.size == 1:
             warnings.warn(
-                "there is one replica only, so the spread has no effect and this is plain training; launch "
-                "several with torchrun and call torch.distributed.init_process_group() first",
+                "there is one replica only, so the spread has no effect and this is plain training; launch several: "
+                "with torchrun, and torch.distributed.init_process_group() first; with `hdet train`, by --replicas",
                 stacklevel=2,
             )
         self._deal_again()

@@ -163,6 +163,7 @@ def read_settings(
     )
     no_effect.warn_without_effect(wants, act, bool(explored), settings.interval, total_steps)
     no_effect.warn_of_probe(wants, probe, told, local)
+    no_effect.warn_of_bases(explored)
     no_effect.warn_of_outer_step(outer, settings.interval, total_steps)
     return settings
 

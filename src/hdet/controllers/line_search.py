@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hdet.arguments import Rule, check_count, check_number
-from hdet.controllers.evidence import NOTHING, new_mean, new_scatter, standard_error
+from hdet.controllers.evidence import (
+    NOTHING,
+    VAGUE,
+    effective_rounds,
+    new_co_scatter,
+    new_mean,
+    new_scatter,
+    total_weight,
+    variance_of_mean,
+    widened,
+)
 from hdet.controllers.report import Observation, Plan, Report, State
 
 _RULES = {
@@ -24,6 +34,10 @@ _RULES = {
 }
 Fit = Callable[[Sequence[float], Sequence[float]], "tuple[float, float] | None"]
 _VERTEX = {"neutral": 0.5, "greedy": 1.0}
+_SCATTER = ("slope_scatter", "co_scatter", "curvature_scatter")
+_SUMS = (*_SCATTER, "products")
+_KNOWN = 2.0  # standard errors that A and B must be away from 0 for the vertex to be known
+_CLEAR = 3.0  # that a slope must be away from 0: one more, as division by |a| + |b| shifts B where noise is large
 
 
 @dataclass(frozen=True)
@@ -52,8 +66,12 @@ class LineSearch:
     free intercept instead, which takes three replicas. In a round in which it was not explored a rate is left alone.
     Without `probe` and `start` in the report nothing changes.
 
-    Its confidence: `estimate` is d. A + 2 B target, the slope of the fit at the target, has the opposite sign; its
-    scatter over rounds gives the standard error of the slope, and `error` is that in units of d.
+    Its confidence: `estimate` is d, and `error` the standard error of log R, from the scatter of a and b over rounds
+    and what they have in common, widened for few rounds. Where A or B is within two standard errors of 0, or R beyond
+    `reach`, the vertex is not known. Then the slope A + 2 B t is followed from t = target on, in the direction of d: as
+    far as it is three standard errors from 0, the vertex lies beyond, and `error` is half of the way from there to d,
+    at least 1/2, for which `finding` says "at least" or "at most" and gives d -+ 2 `error`. It is infinity where not
+    even the slope at the target is that clear.
 
     Args:
         target: "neutral" or "greedy".
@@ -107,10 +125,11 @@ class LineSearch:
     def init(self, names: Sequence[str]) -> State:
         """Every scale is 1, and no round has been seen.
 
-        `slope` and `curvature` are A and B, `at` the step size (base * scale) that they were measured at; `target` is
-        there to be seen in the records.
+        `slope` and `curvature` are A and B, `at` the step size (base * scale) that they were measured at, and the
+        scatters the weighted sums over rounds of (a - A)^2, (a - A) (b - B) and (b - B)^2. `products` is the sum of
+        a b, with the squares of the weights. `target` is there to be seen in the records.
         """
-        seen = {"slope": 0.0, "curvature": 0.0, "at": 0.0, "rounds": 0.0, "scatter": 0.0}
+        seen = {"slope": 0.0, "curvature": 0.0, "at": 0.0, "rounds": 0.0, **dict.fromkeys(_SUMS, 0.0)}
         return {name: {"scale": 1.0, "target": _VERTEX[self.target], **seen, **NOTHING} for name in names}
 
     def update(self, state: State, report: Report) -> State:
@@ -139,46 +158,103 @@ class LineSearch:
             distance = max(0.0, distance + math.log(seen.base / seen.peak))
         step = min(max(self.step_size * distance, -self.max_step), self.max_step)
         # Not moved, not bounded: a scale that someone else has put outside is not this round's business.
-        scale = seen.bounded(entry["scale"] * math.exp(step), self.max_scale) if step else entry["scale"]
+        before = entry["scale"]
+        scale = seen.bounded(before * math.exp(step), self.max_scale, before) if step else before
         return {**after, "scale": scale, "estimate": distance, "error": self._error(after, found)}
 
     def _carried(self, entry: dict[str, float], at: float) -> dict[str, float]:
-        """A and B in units of the step size `at`, that of this round.
+        """A and B and their scatter in units of the step size `at`, that of this round.
 
         Done now and not at the end of the last round, because only now it is known what the step size became: the
         schedule has moved on, and the scale stayed if the ensemble only observes.
         """
         q = at / entry["at"] if entry["at"] > 0 else 1.0
         grown = q**2 if self.hills or entry["curvature"] > 0 else min(q**2, 1.0)
-        carried = {"slope": entry["slope"] * q, "curvature": entry["curvature"] * grown, "at": at}
-        return {**entry, **carried, "scatter": entry["scatter"] * q**2}
+        factors = zip(_SUMS, (q * q, q * grown, grown * grown, q * grown), strict=True)
+        sums = {key: entry[key] * factor for key, factor in factors}
+        return {**entry, "slope": entry["slope"] * q, "curvature": entry["curvature"] * grown, "at": at, **sums}
 
     def _averaged(self, entry: dict[str, float], a: float, b: float) -> dict[str, float]:
-        """A, B and the scatter of the slope at the target, with this round's fit."""
+        """A and B and their scatter, with this round's fit."""
         size = abs(a) + abs(b)
         a, b = (a / size, b / size) if size else (0.0, 0.0)
-        rounds, twice = entry["rounds"] + 1, 2 * _VERTEX[self.target]
-        slope = new_mean(entry["slope"], a, rounds, self.smoothing)
-        curvature = new_mean(entry["curvature"], b, rounds, self.smoothing)
-        before, after = (entry["slope"] + twice * entry["curvature"], slope + twice * curvature)
-        scatter = new_scatter(entry["scatter"], a + twice * b, before, after, self.smoothing)
-        return {**entry, "slope": slope, "curvature": curvature, "rounds": rounds, "scatter": scatter}
+        rounds, memory = entry["rounds"] + 1, self.smoothing
+        slope = new_mean(entry["slope"], a, rounds, memory)
+        curvature = new_mean(entry["curvature"], b, rounds, memory)
+        aa, ab, bb, products = (entry[key] for key in _SUMS)
+        sums = (
+            new_scatter(aa, a, entry["slope"], slope, memory),
+            new_co_scatter(ab, a, entry["slope"], b, curvature, memory),
+            new_scatter(bb, b, entry["curvature"], curvature, memory),
+            memory**2 * products + a * b,
+        )
+        means = {"slope": slope, "curvature": curvature, "rounds": rounds}
+        return {**entry, **means, **dict(zip(_SUMS, sums, strict=True))}
 
     def _vertex(self, slope: float, curvature: float) -> float:
         if slope >= 0:
             return 1 / self.reach
         if curvature <= 0:
             return self.reach
-        return min(max(-slope / (2 * curvature), 1 / self.reach), self.reach)
+        return self._within(-slope / (2 * curvature))
 
     def _error(self, entry: dict[str, float], distance: float) -> float:
-        """The standard error of the slope at the target, times what one unit of that slope is in `distance`."""
-        twice = 2 * _VERTEX[self.target]
-        slope = entry["slope"] + twice * entry["curvature"]
-        error = standard_error(entry["scatter"], entry["rounds"], self.smoothing)
-        if slope == 0.0:  # at the target: the limit of distance / slope
-            return error / (twice * entry["curvature"]) if entry["curvature"] > 0 else math.inf
-        return -distance / slope * error if distance * slope < 0 else math.inf  # on a hill there is no vertex
+        """The standard error of log(vertex); where that is not known, what makes `distance` a bound, see above."""
+        a, b = entry["slope"], entry["curvature"]
+        aa, ab, bb = (variance_of_mean(entry[key], entry["rounds"], self.smoothing) for key in _SCATTER)
+        if math.isinf(aa):
+            return math.inf
+        known = a < -_KNOWN * math.sqrt(aa) and b > _KNOWN * math.sqrt(bb)
+        if known and 1 / self.reach < -a / (2 * b) < self.reach:
+            return self._error_of_vertex(entry)
+        target = _VERTEX[self.target]
+        if distance * (a + 2 * b * target) >= 0:  # on a hill there is no vertex
+            return math.inf
+        end = clear_until(target, distance > 0, (a, 2 * b), (aa, 2 * ab, 4 * bb))
+        if end == target:
+            return math.inf
+        return max(VAGUE, abs(distance - math.log(self._within(end) / target)) / 2)
+
+    def _error_of_vertex(self, entry: dict[str, float]) -> float:
+        """The standard error of log(-A / 2B).
+
+        Carried over to other step sizes, rounds differ in size: (a, b) is c (A, B), where the vertex is the same. That
+        is not noise, and drops out. But then A and B rest on fewer rounds than the weights w say: on those that w c do.
+        """
+        a, b = entry["slope"], entry["curvature"]
+        aa, ab, bb = (entry[key] for key in _SCATTER)
+        total, rounds = (of(entry["rounds"], self.smoothing) for of in (total_weight, effective_rounds))
+        squares = entry["products"] / a / b  # the sum of (w c)^2; that of w c is the total weight
+        free = max((min(rounds, total**2 / squares) if squares > 0 else rounds) - 1, 0.5)
+        scatter = aa / a / a - 2 * ab / a / b + bb / b / b
+        return widened(math.sqrt(max(0.0, scatter) / (total * free)), free)
+
+    def _within(self, vertex: float) -> float:
+        return min(max(vertex, 1 / self.reach), self.reach)
+
+
+def clear_until(start: float, up: bool, line: tuple[float, float], variance: tuple[float, float, float]) -> float:
+    """The first t from `start` on, upwards or downwards, where x + y t is within three standard errors of 0.
+
+    Args:
+        start: returned if it is there already.
+        up: whether to go upwards; if there is no such t, inf is returned, and -inf downwards.
+        line: x and y.
+        variance: that of x, the covariance of x and y, and the variance of y.
+
+    >>> clear_until(0.5, True, (-1.0, 0.1), (0.04, 0.0, 0.0))    # -1 + 0.1 t, +- 0.2
+    4.0
+    """
+    (x, y), (xx, xy, yy) = line, (_CLEAR**2 * v for v in variance)
+    low, middle, high = x * x - xx, x * y - xy, y * y - yy  # clear where low + 2 middle t + high t^2 > 0
+    if low + 2 * middle * start + high * start * start <= 0:
+        return start
+    inner = middle * middle - low * high
+    root = -(middle + math.copysign(math.sqrt(max(0.0, inner)), middle))  # adds what has the same sign
+    roots = [over / under for over, under in ((root, high), (low, root)) if under and inner >= 0]
+    if up:
+        return min((t for t in roots if t > start), default=math.inf)
+    return max((t for t in roots if t < start), default=-math.inf)
 
 
 def fit(multipliers: Sequence[float], rises: Sequence[float]) -> tuple[float, float] | None:

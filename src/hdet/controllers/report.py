@@ -27,7 +27,8 @@ class Observation:
         floor: the center does not fall below this, unless the base does.
         multipliers: by replica; all 1 in a round in which it was not explored.
         peak: the most that the schedule will say, where it tells (OneCycleLR does).
-        limits: the scale is kept between these two, so that no replica's value leaves its bounds.
+        limits: beyond these two a replica's value would leave its bounds, and be cut. A scale is not moved beyond them;
+            where the schedule has led it there it stays, until there is a reason to come back.
     """
 
     base: float
@@ -42,11 +43,15 @@ class Observation:
         """Whether the replicas had different values: not where it was not its turn, nor at a base of 0."""
         return self.base > 0 and min(self.multipliers) != max(self.multipliers)
 
-    def bounded(self, scale: float, max_scale: float) -> float:
+    def within_limits(self, scale: float, before: float) -> float:
+        """`scale` within its limits, coming from `before`; one that is outside already may stay or come back."""
+        low, high = self.limits
+        return min(max(scale, min(low, before)), max(high, before))
+
+    def bounded(self, scale: float, max_scale: float, before: float) -> float:
         """`scale` within its limits and within a factor of `max_scale`, its center not below the floor."""
         lowest = min(1.0, self.floor / self.next_base) if self.next_base > 0 else 0.0
-        low, high = max(self.limits[0], lowest, 1 / max_scale), min(self.limits[1], max_scale)
-        return min(max(scale, low), high)
+        return min(max(self.within_limits(scale, before), lowest, 1 / max_scale), max_scale)
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,32 @@ def plan(controller: Controller, names: Sequence[str], total_steps: int | None) 
     """What `controller` wants of a run; nothing special if it does not say."""
     own = getattr(controller, "plan", None)
     return Plan() if own is None else own(names, total_steps)
+
+
+def check_returned(controller: Controller, method: str, state: Any, like: State, more: bool = False) -> State:
+    """What a controller's `init` or `update` has returned, as floats: the names and entries of `like`, or `more`.
+
+    Raises:
+        TypeError, ValueError: if it is not that, with what was returned.
+    """
+    who = f"{type(controller).__name__}.{method}"
+    if not isinstance(state, dict) or set(state) != set(like):
+        raise ValueError(
+            f"{who} must return a dict with an entry for each of {_names(like)}, got {_names(state)}; write "
+            'return {name: {**entry, "scale": ...} for name, entry in state.items()}'
+        )
+    return {name: _checked_entry(who, name, state[name], like[name], more) for name in like}
+
+
+def _checked_entry(who: str, name: str, entry: Any, like: Mapping[str, float], more: bool) -> dict[str, float]:
+    needed = set(like)
+    if not isinstance(entry, dict) or not needed <= set(entry) or (set(entry) != needed and not more):
+        rule = "at least" if more else "the entries of init,"
+        raise ValueError(f"{who} must return for {name} a dict with {rule} {sorted(needed)}, got {_names(entry)}")
+    for key, value in entry.items():
+        if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+            raise TypeError(f"{who} must return numbers, but {key} of {name} is {value!r}; write float(...)")
+    return {key: float(value) for key, value in entry.items()}
 
 
 def check_state(state: Any, like: State) -> State:

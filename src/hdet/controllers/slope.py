@@ -110,7 +110,7 @@ class Slope:
         step = min(max(-step_size * mean / math.sqrt(square), -_MOST), _MOST)
         if step == 0.0 or (self.evidence and abs(mean) <= self.evidence * error):
             return after
-        return {**after, "scale": seen.bounded(entry["scale"] * math.exp(step), self.max_scale)}
+        return {**after, "scale": seen.bounded(entry["scale"] * math.exp(step), self.max_scale, entry["scale"])}
 
 
 def slopes(columns: Sequence[Sequence[float]], scores: Sequence[float]) -> list[float]:

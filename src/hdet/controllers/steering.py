@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hdet.arguments import Rule, check_number
 from hdet.controllers.evidence import words
-from hdet.controllers.report import Controller, Report, State, check_state
+from hdet.controllers.report import Controller, Report, State, check_returned, check_state
 
 _SHOWN = ("estimate", "error")
 
@@ -63,8 +63,9 @@ class Steering:
         self.controller = controller
         self.limits = Limits() if limits is None else limits
         self.act = act
+        self.said: tuple[str, ...] = ()  # of the last update, in words: what was asked for and cannot be done
         self._names = list(names)
-        self._state: State = controller.init(self._names)
+        self._state = self._init()
 
     @property
     def scales(self) -> dict[str, float]:
@@ -72,16 +73,25 @@ class Steering:
         return {name: entry["scale"] for name, entry in self._state.items()}
 
     def update(self, report: Report) -> dict[str, float]:
-        """Take in one full round; the scales that the controller asks for."""
-        before, fresh = self.scales, self.controller.init(self._names)
-        proposed = {}
-        for name, entry in self.controller.update(self._state, report).items():
+        """Take in one full round; the scales that the controller asks for.
+
+        Raises:
+            TypeError, ValueError: if the controller returns something else than a state.
+        """
+        before, fresh = self.scales, self._init()
+        proposed, said = {}, []
+        told = check_returned(self.controller, "update", self.controller.update(self._state, report), fresh)
+        for name, entry in told.items():
             scale = entry["scale"]
             if not (math.isfinite(scale) and scale > 0):  # a controller that has lost its way begins anew
+                said.append(
+                    f"{name}: {type(self.controller).__name__} asked for a scale of {scale:g}; it begins anew at "
+                    f"{before[name]:g}"
+                )
                 entry, scale = fresh[name], before[name]  # noqa: PLW2901
-            low, high = report.observations[name].limits
-            scale = min(max(self.limits.bounded(scale, before[name]), low), high)
-            proposed[name] = {**entry, "scale": scale}
+            scale = self.limits.bounded(scale, before[name])
+            proposed[name] = {**entry, "scale": report.observations[name].within_limits(scale, before[name])}
+        self.said = tuple(said)
         self._state = {
             name: dict(entry) if self.act else {**entry, "scale": before[name]} for name, entry in proposed.items()
         }
@@ -101,7 +111,7 @@ class Steering:
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from `state_dict()`; raises if it was saved for something else."""
-        self._state = check_state(state, self.controller.init(self._names))
+        self._state = check_state(state, self._init())
 
     @property
     def numbers(self) -> list[float]:
@@ -115,11 +125,15 @@ class Steering:
 
     def scale_by(self, factor: float, names: Sequence[str], forget: bool = False) -> None:
         """Multiply some scales; with `forget` the controller remembers nothing else."""
-        fresh = self.controller.init(self._names)
+        fresh = self._init()
         for name, entry in self._state.items():
             scale = entry["scale"] * (factor if name in names else 1.0)
             self._state[name] = {**(fresh[name] if forget else entry), "scale": scale}
 
     def reset(self) -> None:
         """Begin anew: every scale is 1."""
-        self._state = self.controller.init(self._names)
+        self._state = self._init()
+
+    def _init(self) -> State:
+        like: State = {name: {"scale": 1.0} for name in self._names}
+        return check_returned(self.controller, "init", self.controller.init(self._names), like, more=True)

@@ -64,9 +64,14 @@ class Hyperparameter:
         return self.spread > (0 if self.ladder == "linear" else 1)
 
     @property
+    def is_bounded(self) -> bool:
+        """Whether a schedule could lead it out of its bounds."""
+        return self.bounds != _ANYTHING
+
+    @property
     def multiplies(self) -> bool:
         """Whether a value is base * scale * multiplier and nothing else."""
-        return self.coordinate == "log" and self.bounds == _ANYTHING and self.floor <= 0.0
+        return self.coordinate == "log" and not self.is_bounded and self.floor <= 0.0
 
     @property
     def place(self) -> str:
@@ -112,9 +117,20 @@ class Hyperparameter:
     def values_of(self, base: float, scale: float, multipliers: Sequence[float]) -> tuple[float, ...]:
         """`value_of()` for many replicas: the center and the coordinate are looked at once."""
         center = self.center(base, scale)
-        if self.coordinate == "log" and self.bounds == _ANYTHING:
+        if self.coordinate == "log" and not self.is_bounded:
             return tuple([center * k for k in multipliers])
         return tuple([center if k == 1.0 else self._bounded(self._move(center, k)) for k in multipliers])
+
+    def within_bounds(self, base: float, scale: float, dealt: tuple[float, ...]) -> tuple[float, ...]:
+        """The multipliers that replicas trained with: those dealt to them, but where a bound has cut their values."""
+        if not self.is_bounded or self.coordinate == "logit":
+            return dealt
+        center = self.center(base, scale)
+        values = self.values_of(base, scale, dealt)
+        return tuple(
+            k if k == 1.0 or value == self._move(center, k) else self._factor(center, value)
+            for k, value in zip(dealt, values, strict=True)
+        )
 
     def limits(self, base: float, size: int) -> tuple[float, float]:
         """The least and the largest scale that keep all values of `size` replicas within the bounds."""
@@ -139,9 +155,15 @@ class Hyperparameter:
         p = (self._bounded(x) - low) / (high - low)
         return low + (high - low) * (k * p / (1 + (k - 1) * p))  # type: ignore[return-value]
 
+    def _factor(self, center: float, value: float) -> float:
+        """What moves the center to the value; of "log" and "linear"."""
+        if self.coordinate == "linear":
+            return math.exp((value - center) / self.unit)
+        return value / center if center > 0 and value > 0 else 1.0
+
     def _bounded(self, x: Number) -> Number:
         low, high = self.bounds
-        if self.bounds == _ANYTHING:
+        if not self.is_bounded:
             return x
         return x.clamp(low, high) if isinstance(x, Tensor) else min(max(x, low), high)  # type: ignore[return-value]
 

@@ -1,4 +1,5 @@
-"""Hyperparameters that the forward pass reads: dropout, attributes of modules, scalars of the user's own code.
+"""Hyperparameters that the forward pass reads: attributes of modules, scalars of the user's own code. Dropout is one of
+them, in `dropout.py`.
 
 Their values are written when the slots are dealt and stay until the next deal. They act before the gradients are
 shared, so replicas can only be told apart by them with local gradients.
@@ -59,6 +60,11 @@ class Cell:
                 held.fill_(value)
         self._written = self._read()  # as rounded by the tensor
 
+    def close(self) -> None:
+        """Leave the attribute to the user's code, with its base in it."""
+        self.factors = 1.0, 1.0
+        self.write(self.base)
+
     def _read(self) -> float:
         return float(getattr(self.owner, self.attribute))
 
@@ -85,8 +91,12 @@ class InForward(Hyperparameter):
             cell.write(self.value_of(cell.base, scale, multiplier))
 
     def restore(self, bases: Sequence[float] | None = None) -> None:
-        """Put the bases back; or `bases`, as they were saved."""
-        for cell, base in zip(self.cells, bases or list(self.bases()), strict=True):
+        """Put the bases back and what was replaced to explore them; or go on from `bases`, as they were saved."""
+        if bases is None:
+            for cell in self.cells:
+                cell.close()
+            return
+        for cell, base in zip(self.cells, bases, strict=True):
             cell.factors = 1.0, 1.0
             cell.write(base, base)
 
@@ -95,109 +105,7 @@ class InForward(Hyperparameter):
         return [held for cell in self.cells if (held := cell.tensor) is not None]
 
 
-def attribute(
-    module: Any,
-    name: str,
-    *,
-    spread: float = 0.2,
-    ladder: Ladder = "linear",
-    coordinate: Coordinate = "log",
-    bounds: Bounds = (0.0, math.inf),
-    unit: float | None = None,
-    label: str | None = None,
-) -> InForward:
-    """An attribute of a module (or of several, given as a list) that its forward pass reads: a temperature, a margin.
-
-    Args:
-        module: whose attribute, or a list of modules that share one scale.
-        name: of the attribute: a number, or a tensor with one element such as a buffer. A compiled model that reads a
-            number is compiled once more when it first changes; a tensor needs not even that.
-        spread, ladder: as in `hdet.learning_rate`.
-        coordinate: "log" for what is positive, "logit" for what lies between two bounds, "linear" for the rest.
-        bounds: no replica's value leaves them.
-        unit: of the linear coordinate; by default a tenth of the distance between the bounds.
-        label: its name in records; by default that of the attribute.
-
-    >>> layer = torch.nn.Softplus(beta=2.0)
-    >>> attribute(layer, "beta", spread=0.1).name
-    'beta'
-    """
-    owners = list(module) if isinstance(module, (list, tuple, nn.ModuleList)) else [module]
-    if not owners:
-        raise ValueError(f"module must hold at least one module with {name!r}, got none")
-    for owner in owners:
-        held = getattr(owner, name, None)
-        if isinstance(held, bool) or not isinstance(held, (int, float, Tensor)) or torch.as_tensor(held).numel() != 1:
-            raise TypeError(
-                f"{type(owner).__name__}.{name} must be a number or a tensor with one element, got {held!r}; "
-                "name the attribute that the forward pass reads"
-            )
-        if isinstance(held, nn.Parameter):
-            raise TypeError(f"{type(owner).__name__}.{name} is trained: make it a buffer to explore it")
-    cells = tuple(Cell(owner, name) for owner in owners)
-    made = InForward(label or name, float(spread), ladder, coordinate, bounds, unit=_unit(bounds, unit), cells=cells)
-    check_scalar(made)
-    return made
-
-
-def dropout(
-    model: nn.Module,
-    *,
-    spread: float = 0.2,
-    ladder: Ladder = "linear",
-    bounds: Bounds = (0.0, 0.95),
-    compiled: bool | None = None,
-) -> InForward:
-    """The probability of every dropout layer of `model` that has one above 0: one scale on all their odds.
-
-    A regulariser: judge it with a held-out `Probe`, and expect little: its benefit takes longer than a round.
-
-    Args:
-        model: the model; its Dropout layers, MultiheadAttention and recurrent layers are found.
-        spread, ladder: as in `hdet.learning_rate`; the multipliers act on the odds.
-        bounds: no replica's probability leaves them.
-        compiled: torch.compile builds a graph for every new probability. True replaces the forward of the Dropout
-            layers by one that reads it from a tensor, and draws other masks than torch's; by default it is done for
-            models that are compiled already.
-    """
-    if compiled is None:
-        compiled = any(
-            hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()
-        )
-    cells = []
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            plain = type(module) is nn.Dropout and not module.inplace
-            cells.append(Cell(_read_from_tensor(module), "hdet_p") if compiled and plain else Cell(module, "p"))
-        elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and module.dropout > 0:
-            cells.append(Cell(module, "dropout"))
-    if not cells:
-        raise ValueError(
-            "model must hold a dropout layer with a probability above 0, got none; for a probability that your own "
-            'code reads write hdet.attribute(module, "name", coordinate="logit", bounds=(0, 1))'
-        )
-    made = InForward("dropout", float(spread), ladder, "logit", bounds, regulariser=True, cells=tuple(cells))
-    check_scalar(made)
-    return made
-
-
-def _read_from_tensor(module: Any) -> Any:
-    """Let a dropout layer read its probability from a tensor, so that one compiled graph serves them all."""
-    module.hdet_p = torch.tensor(float(module.p))
-    module.forward = _tensor_dropout.__get__(module)
-    return module
-
-
-def _tensor_dropout(module: Any, x: Tensor) -> Tensor:
-    if not module.training:
-        return x
-    if module.hdet_p.device != x.device:  # once, as the layer has no parameters to tell its device by
-        module.hdet_p = module.hdet_p.to(x.device)
-    p: Tensor = module.hdet_p
-    return x * (torch.rand_like(x) >= p) / (1 - p)
-
-
-class _Held:
+class Held:
     """A number, and the same as a tensor on every device that was asked for."""
 
     def __init__(self, number: float) -> None:
@@ -218,6 +126,58 @@ class _Held:
         if device not in self._tensors:
             self._tensors[device] = torch.tensor(self._number, device=device)
         return self._tensors[device]
+
+
+def attribute(
+    module: Any,
+    name: str,
+    *,
+    spread: float = 0.2,
+    ladder: Ladder = "linear",
+    coordinate: Coordinate = "log",
+    bounds: Bounds = (0.0, math.inf),
+    unit: float | None = None,
+    label: str | None = None,
+    regulariser: bool = False,
+) -> InForward:
+    """An attribute of a module (or of several, given as a list) that its forward pass reads: a temperature, a margin.
+
+    Args:
+        module: whose attribute, or a list of modules that share one scale.
+        name: of the attribute: a number, or a tensor with one element such as a buffer. A compiled model that reads a
+            number is compiled once more when it first changes; a tensor needs not even that.
+        spread, ladder: as in `hdet.learning_rate`.
+        coordinate: "log" for what is positive, "logit" for what lies between two bounds, "linear" for the rest.
+        bounds: no replica's value leaves them.
+        unit: of the linear coordinate; by default a tenth of the distance between the bounds.
+        label: its name in records; by default that of the attribute.
+        regulariser: True if lower training loss says nothing about it.
+
+    >>> layer = torch.nn.Softplus(beta=2.0)
+    >>> attribute(layer, "beta", spread=0.1).name
+    'beta'
+    """
+    owners = list(module) if isinstance(module, (list, tuple, nn.ModuleList)) else [module]
+    if not owners:
+        raise ValueError(f"module must hold at least one module with {name!r}, got none")
+    for owner in owners:
+        held = getattr(owner, name, None)
+        if isinstance(held, bool) or not isinstance(held, (int, float, Tensor)) or torch.as_tensor(held).numel() != 1:
+            raise TypeError(
+                f"{type(owner).__name__}.{name} must be a number or a tensor with one element, got {held!r}; "
+                "name the attribute that the forward pass reads"
+            )
+        if isinstance(held, nn.Parameter):
+            raise TypeError(f"{type(owner).__name__}.{name} is trained: make it a buffer to explore it")
+        if isinstance(held, Tensor) and not held.is_floating_point():
+            raise TypeError(f"{type(owner).__name__}.{name} holds whole numbers ({held.dtype}): make it a float tensor")
+    cells = tuple(Cell(owner, name) for owner in owners)
+    made = InForward(
+        label or name, float(spread), ladder, coordinate, bounds, unit=_unit(bounds, unit), regulariser=regulariser,
+        cells=cells,
+    )  # fmt: skip
+    check_scalar(made)
+    return made
 
 
 @dataclass(frozen=True)
@@ -246,8 +206,8 @@ class Scalar(InForward):
         cell.write(self.value_of(base, *cell.factors), base)
 
     @property
-    def _held(self) -> _Held:
-        held: _Held = self.cells[0].owner
+    def _held(self) -> Held:
+        held: Held = self.cells[0].owner
         return held
 
 
@@ -264,6 +224,11 @@ def scalar(
     regulariser: bool = False,
 ) -> Scalar:
     """Any scalar that the user's code reads from the returned object: label smoothing, a loss weight, a margin.
+
+    Compiled code reads its `tensor(device)`: torch compiles anew for every `label_smoothing=smoothing.value`. The same
+    loss in one graph, for `s = smoothing.tensor(logits.device)`, is
+
+        (1 - s) * cross_entropy(logits, y) - s * log_softmax(logits, -1).mean(-1).mean()
 
     Args:
         name: its name in records.
@@ -282,7 +247,7 @@ def scalar(
     chosen = coordinate or ("logit" if all(map(math.isfinite, bounds)) else "log")
     made = Scalar(
         name, float(spread), ladder, chosen, bounds, unit=_unit(bounds, unit), before_reduce=before_reduce,
-        regulariser=regulariser, cells=(Cell(_Held(float(value)), "number"),),
+        regulariser=regulariser, cells=(Cell(Held(float(value)), "number"),),
     )  # fmt: skip
     check_scalar(made)
     return made

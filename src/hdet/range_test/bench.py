@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from hdet.probe.probe import Probe
 from hdet.range_test.decisions import Curve
 from hdet.replicas import Replicas
-from hdet.restore import Generators, Modules, OptimizerState, Others, Weights
+from hdet.restore import Frozen, Generators, Modules, OptimizerState, Others, Weights
 from hdet.shards import reshard
 
 _PROBE = 0  # the index of the one probe that everything is scored on
@@ -49,6 +50,8 @@ class Bench:
         trained = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         self._device = trained[0].device
         self._weights = Weights([*trained, *(p for p in model.parameters() if p.requires_grad)])
+        known = {id(p) for p in trained}
+        self._frozen = Frozen(p for p in model.parameters() if not p.requires_grad and id(p) not in known)
         self._states = [OptimizerState(o) for o in optimizers]
         self._others = Others(also)
         self._ddp = [
@@ -78,6 +81,9 @@ class Bench:
         self._modules.restore()
         reshard(self._model)
         self._weights.rewind()
+        if self.steps:
+            self._frozen.settle()
+        self._frozen.restore()
         self._others.restore()
         for optimizer, state in zip(self._optimizers, self._states, strict=True):
             state.restart()
@@ -88,6 +94,7 @@ class Bench:
         """Everything as it was before the test."""
         reshard(self._model)
         self._weights.restore()
+        self._frozen.restore()
         for state in self._states:
             state.restore()
         self._modules.restore()
@@ -97,6 +104,12 @@ class Bench:
             self._others.restore()
         finally:
             self._generators.restore()  # last: the others may draw
+        if not self._frozen.all_restored():
+            warnings.warn(
+                "find_lr has left parameters changed that no optimizer trains: step_fn changed them in the second ramp "
+                "only; pass the module that holds them in also=",
+                stacklevel=3,
+            )
 
     def ramp(self, steps: Sequence[tuple[int, float]], every: int, over: Callable[[Curve], bool]) -> Curve:
         """Steps with these batches at these rates of the first group, scored every few of them, until `over` the curve

@@ -56,8 +56,9 @@ def find_lr(
     groups are scaled alike.
 
     Afterwards weights, buffers, gradients, modes, optimizer state, groups, hooks and random generators are bit for bit
-    as before, also after an exception. Meanwhile that costs a copy of the trained weights and buffers, and a second
-    optimizer state.
+    as before, also after an exception. Meanwhile that costs a copy of the trained weights and buffers, a second
+    optimizer state, and for the first ramp a copy of frozen weights on the host; that of those which a forward pass
+    changes (a momentum encoder) is kept. A buffer that a forward pass makes or grows (a table of positions) stays.
 
     The present rate of a group is its "max_lr" if a schedule such as OneCycleLR has put one there, then its
     "initial_lr", then its "lr", so that the answer is a peak; OneCycleLR's momentum is the one it has at the peak.

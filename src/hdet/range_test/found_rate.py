@@ -45,6 +45,9 @@ class FoundRate:
     def __float__(self) -> float:
         return self.rate
 
+    def __format__(self, spec: str) -> str:
+        return format(self.rate, spec) if spec else str(self)
+
     def __str__(self) -> str:
         low, high = self.interval
         narrow = "" if self.whole == self.interval else f" (narrow, so counted from {self.whole[0]:.3g} on)"

@@ -43,7 +43,7 @@ def run_data(run: Run, since: int = 0, now: float | None = None) -> dict[str, An
         "total_steps": run.lines[-1].get("total_steps") if run.lines else None,
         "state": status.state,
         "status": status.text,
-        "summary": summary(run.lines, status),
+        "summary": summary(run.lines, status, run.search),
         "held_out": run.held_out,
         "losses": [list(column) for column in zip(*run.losses[::every], strict=True)] or [[], [], []],
         "events": events(run.lines, since),

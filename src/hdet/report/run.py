@@ -36,6 +36,7 @@ class Run:
         generation: goes up when rounds that were read before have changed.
         losses: step, mean training loss and learning rate, from the lab's losses.jsonl.
         result: the lab's result.json; None without it.
+        search: the lab's find_lr.json, of the search before the first step; None without it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -46,6 +47,7 @@ class Run:
         self.generation = 0
         self.losses: list[tuple[int, float | None, float | None]] = []
         self.result: dict[str, Any] | None = None
+        self.search: dict[str, Any] | None = None
         self._read = 0
         self._identity = 0
 
@@ -118,8 +120,13 @@ class Run:
         if path.exists():
             lines = parse(path.read_bytes(), path)
             self.losses = [(int(line["step"]), _number(line["loss"]), _number(line.get("lr"))) for line in lines]
-        result = self.path.with_name("result.json")
-        self.result = json.loads(result.read_text()) if result.exists() else None
+        self.result = _read_json(self.path.with_name("result.json"))
+        self.search = _read_json(self.path.with_name("find_lr.json"))
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return found
 
 
 def _cleaned(line: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""A run in five sentences: what was tried, who won, what the controller did, what it cost, whether all is well."""
+"""A run in a few sentences: what was found before it, what was tried, who won, what the controller did, what it cost,
+whether all is well.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,28 @@ from hdet.report.run import Status
 
 _HIGHEST = ("center", "base")
 _MOST_NAMES = 4  # hyperparameters that are told one by one
+_FOUND = "found: "  # begins the event that tells of a search before the first step
 _ALARMS = re.compile(r"rolled back|quarantin|diverge|not finite", re.IGNORECASE)
 _CLOSE = 0.1  # of the rounds: nearer to a half than that is no preference
 
 
-def summary(lines: Sequence[Mapping[str, Any]], status: Status) -> list[dict[str, str]]:
-    """Titles and texts of a few lines, the last one with a `tone`: good, or bad if someone should look."""
+def summary(
+    lines: Sequence[Mapping[str, Any]], status: Status, search: Mapping[str, Any] | None = None
+) -> list[dict[str, str]]:
+    """Titles and texts of a few lines, the last one with a `tone`: good, or bad if someone should look.
+
+    Args:
+        lines: the rounds.
+        status: whether the run goes on.
+        search: the lab's find_lr.json, if the rate was found before the run.
+    """
     if not lines:
         tone = "good" if status.state in ("waiting", "running", "ended") else "bad"
         return [{"title": "Health", "text": f"{status.text}; no rounds are recorded.", "tone": tone}]
     names = _told(lines[-1]["hyperparameters"])
+    found = _found(lines[0], search)
     return [
+        *([{"title": "Found", "text": found}] if found else []),
         {"title": "Tried", "text": _tried(lines, names)},
         {"title": "Won", "text": _won(lines, names)},
         {"title": "Controller", "text": _controller(lines, names)},
@@ -32,6 +45,16 @@ def summary(lines: Sequence[Mapping[str, Any]], status: Status) -> list[dict[str
 
 def _told(hyperparameters: Mapping[str, Any]) -> list[str]:
     return list(hyperparameters)[:_MOST_NAMES]
+
+
+def _found(first: Mapping[str, Any], search: Mapping[str, Any] | None) -> str:
+    """What a search before the first step has found and cost; empty if there was none."""
+    if search is None:
+        events = [str(event) for event in first.get("events") or ()]
+        return next((event.removeprefix(_FOUND) + "." for event in events if event.startswith(_FOUND)), "")
+    rate, start, cost = (_number(search.get(key)) for key in ("rate", "peak_lr", "cost"))
+    took = _seconds(search.get("seconds") or 0.0)
+    return f"learning rate {rate}, before the first step, from {start}. It took {took}, as much as {cost} steps."
 
 
 def _tried(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
