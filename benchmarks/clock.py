@@ -43,7 +43,7 @@ def main() -> int:
                 with RESULTS.open("a") as file:
                     file.write(json.dumps(about | kept) + "\n")
             ratios.append(turn["auto"]["cpu_seconds"] / turn["plain"]["cpu_seconds"])
-            charged = turn["plain"]["steps"] - turn["auto"]["steps"]
+            charged = max(1, turn["plain"]["steps"] - turn["auto"]["steps"])
             costs.append(turn["auto"]["finder_cost"] / charged)
         shown = [f"{statistics.median(x):.2f} ({min(x):.2f} to {max(x):.2f})" for x in (ratios, costs)]
         print(f"{task}: Auto / plain, seconds of CPU: {shown[0]}; the search by its clock / as charged: {shown[1]}")

@@ -64,11 +64,11 @@ def known() -> list[dict]:
 
 def run() -> None:
     """Every run that has no line yet."""
-    done = {(row["task"], row["size"], row["optimizer"], row["part"], row["seed"]) for row in known()}
+    done = {(row["task"], row["size"], row["optimizer"], row["rate"], row["part"], row["seed"]) for row in known()}
     for seed in range(max(SEEDS.values())):
         for (name, size, kind), rate in BEST.items():
             for part in PARTS:
-                if seed >= SEEDS[name] or (name, size, kind, part, seed) in done:
+                if seed >= SEEDS[name] or (name, size, kind, rate, part, seed) in done:
                     continue
                 losses = losses_of(name, size, kind, rate, part, seed)
                 about = {"task": name, "size": size, "optimizer": kind, "rate": rate, "part": part, "seed": seed}
@@ -84,8 +84,8 @@ def table() -> str:
     rows = known()
     for (name, size, kind), rate in BEST.items():
         for part in PARTS:
-            about = (name, size, kind, part)
-            mine = [row for row in rows if (row["task"], row["size"], row["optimizer"], row["part"]) == about]
+            about = {"task": name, "size": size, "optimizer": kind, "rate": rate, "part": part}
+            mine = [row for row in rows if about.items() <= row.items()]
             sums = [[sum(row["verdicts"][str(t)][k] for row in mine) for k in (0, 1)] for t in INTERVALS]
             cells = [name, size, kind, f"{rate:g}", "whole" if part == 1 else f"1/{part}", str(len(mine))]
             lines.append("| " + " | ".join([*cells, *(f"{alarms} ({kept})" for alarms, kept in sums)]) + " |")

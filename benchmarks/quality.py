@@ -12,7 +12,7 @@
     python benchmarks/quality.py --smoke                           # every method for some steps, in a minute
 
 Every run is one line of benchmarks/results/quality.jsonl; a second call runs what is missing there, so a stopped one
-goes on. Those of `versus` beyond the usual seeds are lines of versus.jsonl. Peers are those of benchmarks/peers:
+goes on. What `versus` runs beside these are lines of versus.jsonl. Peers are those of benchmarks/peers:
 `pip install '.[lab,peers]'`.
 """
 
@@ -267,7 +267,7 @@ def versus(arguments: argparse.Namespace, about: dict, run: Runner) -> None:
         )
         gains = [100 * (1 - quality_report.loss(a) / quality_report.loss(b)) for a, b in zip(mine, plain, strict=True)]
         means = [statistics.fmean(map(quality_report.loss, rows)) for rows in (mine, plain)]
-        error = statistics.stdev(gains) / math.sqrt(len(gains))
+        error = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.inf
         print(
             f"from {start}: {arguments.method} {means[0]:.5f}, plain {means[1]:.5f}; lower by "
             f"{statistics.fmean(gains):.3f} +- {error:.3f} %, in {sum(g > 0 for g in gains)} of {len(gains)} seeds"

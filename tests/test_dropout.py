@@ -258,3 +258,17 @@ def test_what_torch_does_with_recurrent_layers():
     assert graphs(Recurrent(4, 4, 2, dropout=0.3), (3, 2, 4))[0] <= 1
     with torch._dynamo.config.patch(allow_rnn=True), pytest.warns(UserWarning, match=r"of \(LSTM\), and"):
         hdet.dropout(nn.LSTM(4, 4, 2, dropout=0.3), compiled=True)
+
+
+def test_closing_twice_leaves_another_ensembles_forward_alone():
+    layer = nn.Sequential(nn.Dropout(0.3))
+    first = hdet.dropout(layer, compiled=True)
+    first.restore()
+    second = hdet.dropout(layer, compiled=True)
+    second.write(2.0, 1.0)
+    p, forward = layer[0].p, layer[0].forward
+    first.restore()  # as when an old ensemble is dropped
+    assert (layer[0].p, layer[0].forward) == (p, forward)
+    second.restore()
+    assert layer[0].p == 0.3
+    assert "forward" not in vars(layer[0])

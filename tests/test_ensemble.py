@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import math
 import warnings
 
@@ -754,6 +755,87 @@ def test_a_bound_cuts_values_and_moves_no_scale(controller, tie):
         for row in cut:
             assert max(row.values) == pytest.approx(0.1, rel=1e-12)
             assert min(row.values) == pytest.approx(0.7 * row.center)
+
+
+class Sees:
+    """A controller that moves nothing and keeps what it is told."""
+
+    needs_score = False
+
+    def __init__(self, returned=1.0):
+        self.returned, self.seen = returned, []
+
+    def init(self, names):
+        return {name: {"scale": 1.0} for name in names}
+
+    def update(self, state, report):
+        self.seen.append(report.observations["learning_rate"])
+        return {name: {"scale": self.returned} for name in state}
+
+
+def told_under_a_bound():
+    controller = Sees()
+    risen_to_its_bound(controller, False)
+    return controller.seen
+
+
+def test_controllers_are_told_what_was_trained_with():
+    seen = hdet.in_process(told_under_a_bound, 4)[0]
+    dealt = hdet.assignment.multipliers(4, 0.3)
+    cut = [row for row in seen if row.base * max(dealt) > 0.1]
+    assert cut
+    assert len(cut) < len(seen)
+    for row in seen:
+        most = min(0.1 / row.base, max(dealt))
+        assert max(row.multipliers) == pytest.approx(most)
+        assert sorted(row.multipliers)[:2] == pytest.approx([min(k, most) for k in sorted(dealt)[:2]])
+
+
+@pytest.mark.parametrize(("vertex", "estimate"), [(0.05, 0.0), (0.2, math.log(4))])
+def test_a_base_beyond_its_bound_is_told_as_the_bound(vertex, estimate):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    rate = hdet.learning_rate(optimizer, spread=2.0, ladder="log", bounds=(0.0, 0.1))
+    rungs = (0.5, 0.8, 1.25, 2.0)
+    steering = hdet.controllers.Steering(hdet.LineSearch(), ["learning_rate"], act=True)
+    bases = [0.1 * 1.15**k for k in range(20)]
+    for base, following in itertools.pairwise(bases):  # all rounds are alike: trained at the bound
+        scale = steering.scales["learning_rate"]
+        probe = tuple((v / vertex) ** 2 - 2 * v / vertex for v in rate.values_of(base, scale, rungs))
+        seen = hdet.Observation(
+            rate.steered(base, scale), rate.steered(following, scale), 0.0,
+            rate.within_bounds([base], scale, rungs), limits=rate.limits(following, 4),
+        )  # fmt: skip
+        steering.update(hdet.Report(1, probe, {"learning_rate": seen}, 10_000, probe, 0.0))
+        assert steering.scales["learning_rate"] == pytest.approx(1.0)  # above the limits, and nothing asks for less
+    assert steering.confidence("learning_rate", 1.0).estimate == pytest.approx(estimate, abs=1e-9)
+
+
+def test_one_scale_of_several_places_is_told_by_their_mean():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    rate = hdet.learning_rate(optimizer, spread=0.3, bounds=(0.0, 0.1))
+    assert rate.within_bounds([0.1, 0.001], 1.0, (0.7, 1.21)) == pytest.approx((0.7, 1.1))
+    assert rate.within_bounds([0.01, 0.001], 1.0, (0.7, 1.21)) == (0.7, 1.21)
+    assert rate.within_bounds([0.0], 1.0, (0.7, 1.21)) == (0.7, 1.21)
+
+
+def lost_its_way():
+    model = hdet.data_parallel(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    records = []
+    ensemble = hdet.Ensemble(
+        optimizer, total_steps=8, interval=2, controller=Sees(math.nan), model=model, on_round=[records.append]
+    )
+    for _ in range(4):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        ensemble.step()
+    ensemble.close()
+    return [record.events for record in records]
+
+
+def test_the_record_tells_of_a_controller_that_has_lost_its_way():
+    for events in hdet.in_process(lost_its_way, 2):
+        assert events[-1] == ("learning_rate: Sees asked for a scale of nan; it begins anew at 1",)
 
 
 def test_bounds_hold_without_a_spread():

@@ -220,6 +220,19 @@ def test_frozen_parameters_that_the_forward_pass_changes_are_put_back():
     assert everything(model, optimizer) == before
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint16, torch.int8, torch.float8_e4m3fn, torch.complex64])
+def test_frozen_parameters_of_any_kind(dtype):
+    """Those of a quantised backbone, and one that shares one element among many."""
+    model = plain_net()
+    last = model[2]
+    last.frozen = nn.Parameter(torch.ones(3, 2).to(dtype), requires_grad=False)
+    last.shared = nn.Parameter(torch.ones(1).expand(5), requires_grad=False)
+    last.nothing = nn.Parameter(torch.ones(0), requires_grad=False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    assert find(model, optimizer).rate > 0
+    assert torch.equal(last.frozen.view(-1).view(torch.uint8), torch.ones(3, 2).to(dtype).view(-1).view(torch.uint8))
+
+
 def test_frozen_parameters_that_change_late_are_told():
     model = Follower(200).double()
     optimizer = torch.optim.SGD(model.inner.parameters(), lr=0.01)

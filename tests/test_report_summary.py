@@ -1,7 +1,7 @@
 """The sentences about a run, on rounds whose answers are known."""
 
 from hdet.report.columns import columns
-from hdet.report.run import Status
+from hdet.report.run import Run, Status
 from hdet.report.summary import summary
 
 
@@ -87,3 +87,13 @@ def test_a_run_that_went_on_with_fewer_replicas_shows_all_of_them():
     assert len(values) == len(told["probe"]) == 2
     assert values[1][-1] is None
     assert values[1][0] is not None
+
+
+def test_a_search_that_another_program_wrote_is_left_out(tmp_path):
+    (tmp_path / "options.json").write_text("{}")
+    (tmp_path / "losses.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    for text in ("no json", "[1, 2]"):
+        (tmp_path / "find_lr.json").write_text(text)
+        run = Run(tmp_path)
+        run.refresh()
+        assert run.search is None

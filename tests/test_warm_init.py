@@ -177,6 +177,119 @@ def test_a_noisy_first_round_is_resumed(tmp_path):
         assert torch.equal(a, c)
 
 
+def noisy_in_another_order(order):
+    """Noise that meets an ensemble in other ways: whether the replicas are equal after each of four steps."""
+    model = DistributedDataParallel(make(), find_unused_parameters=True)
+    trained = model.module[1].parameters() if order == "a part is trained" else model.parameters()
+    o = torch.optim.SGD(trained, lr=1e-3)
+    ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.0)], interval=2, total_steps=4, model=model)
+    if order == "evaluated before":
+        with ensemble.consensus():
+            pass
+    hdet.warm_init(model)
+    if order == "frozen after":
+        model.module[0].weight.requires_grad_(False)
+    equal = []
+    for _ in range(4):
+        model(torch.ones(1, 200)).sum().backward()
+        o.step()
+        o.zero_grad()
+        ensemble.step()
+        equal.append(torch.equal(*gathered(model)))
+    return equal
+
+
+@pytest.mark.parametrize("order", ["evaluated before", "frozen after", "a part is trained"])
+def test_noise_is_averaged_in_whatever_way_it_comes(order):
+    assert run(noisy_in_another_order, 2, order) == [[False, True, True, True]] * 2
+
+
+def noisy_and_resumed(folder, steps, outer_step):
+    """A script that calls warm_init in any case and then loads, if there is something to load."""
+
+    def parts():
+        model = DistributedDataParallel(make())
+        o = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        ensemble = hdet.Ensemble(
+            o, [hdet.learning_rate(o, spread=0.1)], interval=2, total_steps=8, model=model, outer_step=outer_step
+        )
+        hdet.warm_init(model)
+        return model, o, {"model": model, "optimizer": o, "ensemble": ensemble}
+
+    def step(model, o, entries):
+        model(torch.ones(1, 200)).sum().backward()
+        o.step()
+        o.zero_grad()
+        entries["ensemble"].step()
+
+    model, o, first = parts()
+    for _ in range(steps):
+        step(model, o, first)
+    hdet.save(folder, first)
+    again, o2, second = parts()
+    hdet.load(folder, second)
+    for _ in range(8 - steps):
+        step(model, o, first)
+        step(again, o2, second)
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+@pytest.mark.parametrize("outer_step", [1.0, 0.5])
+def test_a_script_that_adds_noise_and_then_loads_goes_on_exactly(tmp_path, steps, outer_step):
+    assert run(noisy_and_resumed, 2, tmp_path, steps, outer_step) == [True, True]
+
+
+def anothers_noise():
+    model = DistributedDataParallel(make())
+    o = torch.optim.SGD(model.parameters(), lr=1e-3)
+    ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.0)], interval=2, total_steps=8, model=model)
+    hdet.warm_init(model)
+    model(torch.ones(1, 200)).sum().backward()
+    o.step()
+    ensemble.step()
+    saved = ensemble.state_dict()
+    saved["mid_round"] = {**saved["mid_round"], "replica": 1 - saved["mid_round"]["replica"]}
+    with pytest.raises(ValueError, match="replica"):
+        ensemble.load_state_dict(saved)
+    older = {**saved, "progress": {k: v for k, v in saved["progress"].items() if k != "noisy"}}
+    ensemble.load_state_dict(older)
+    return ensemble.progress["noisy"]
+
+
+def test_a_noisy_state_of_another_replica_is_refused_and_older_states_are_not_noisy():
+    assert run(anothers_noise, 2) == [False, False]
+
+
+def sharded_and_trained(outer_step):
+    """The way out for sharded replicas: noise, then fully_shard, then an ensemble on the mesh."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = make()
+    hdet.warm_init(model, process_group=mesh["replicate"].get_group(), unwrapped=True)
+    torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    o = torch.optim.SGD(model.parameters(), lr=1e-3)
+    ensemble = hdet.Ensemble(
+        o, [hdet.learning_rate(o, spread=0.0)], interval=2, total_steps=6, model=model, mesh=mesh,
+        outer_step=outer_step,
+    )  # fmt: skip
+    equal = []
+    for _ in range(6):
+        model(torch.ones(1, 200)).sum().backward()
+        o.step()
+        o.zero_grad()
+        ensemble.step()
+        mine = model[0].weight.to_local().detach()
+        everyone = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(everyone, mine.contiguous())
+        equal.append(torch.equal(*everyone))
+    return equal
+
+
+@pytest.mark.parametrize("outer_step", [1.0, 0.5])
+def test_noise_of_sharded_replicas_is_averaged(outer_step):
+    assert run(sharded_and_trained, 2, outer_step) == [[False, True, True, True, True, True]] * 2
+
+
 def sharded():
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = make()

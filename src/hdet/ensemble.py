@@ -340,7 +340,7 @@ class Ensemble:
         if replicas.size == 1:
             yield
             return
-        self._outer.check_join(self._rounds.diverges)
+        self._outer.check_join(self._settings.local or self._rounds.explores)
         replicas.arrive(f"step {self._rounds.at.step}")
         with self._joining.within(replicas):
             if self._settings.local:
@@ -408,8 +408,11 @@ class Ensemble:
     @property
     def replicas_differ(self) -> bool:
         """Whether what replicas hold is their own: weights in mid-round, and optimizer state that is not averaged."""
-        own_state = not self._settings.average_state and self._rounds.at.step > 0 and not self._rounds.at.finished
-        return self.mid_round or own_state
+        at = self._rounds.at
+        if at.step == 0:
+            self._note_noise()
+        own_state = not self._settings.average_state and at.step > 0 and not at.finished
+        return self.mid_round or own_state or (at.noisy and self._rounds.diverges)
 
     @property
     def holds_parts(self) -> bool:
@@ -474,6 +477,7 @@ class Ensemble:
             check_same_replica(mid_round, self.replicas)
         self._values.check_state(state_dict["bases"])
         self._steering.load_state_dict(state_dict["controller"])
+        self._forget_noise()
         self._judge.reset()
         if "judge" in state_dict:
             self._judge.load_state_dict(state_dict["judge"])
@@ -514,6 +518,7 @@ class Ensemble:
 
     def start_from(self, step: int) -> None:
         """Go on at `step` without a saved state: a new controller, the same weights on all replicas."""
+        self._forget_noise()
         self._judge.reset()
         self._outer.reset()
         self._rounds.start_from(step)
@@ -551,9 +556,21 @@ class Ensemble:
             if self.replicas.size == 2:
                 names = [h.name for h in given.explored]
                 no_effect.warn_of_two_replicas(given.controller, given.plan, names, given.rates)
-            if take_noise(self._tensors.parameters()):
-                self._rounds.begin_noisy()
             self._begin_round()
+        if self._rounds.at.step == 0:
+            self._note_noise()
+
+    def _note_noise(self) -> None:
+        """Before the first step: see whether a warm initialisation has made the replicas different."""
+        noisy = take_noise(self._settings.model, self._tensors.trained())
+        if noisy:
+            self._tensors.set_noisy(noisy)
+            self._rounds.begin_noisy()
+
+    def _forget_noise(self) -> None:
+        """The weights are loaded, or are the same on all replicas: whatever noise was given to them is gone."""
+        take_noise(self._settings.model, self._tensors.trained())
+        self._tensors.set_noisy(())
 
     def _begin_round(self) -> None:
         self._values.set(self.scales, self._rounds.multipliers)
@@ -620,6 +637,7 @@ class Ensemble:
         self._judge.reset()
         self._health.gradients.reset()
         self._rounds.next_round()
+        self._tensors.set_noisy(())
         self._opened = False
         self._begin_round()
         self._clock = time.perf_counter()

@@ -87,8 +87,10 @@ class Recorder:
 
     def _observe(self, h: Hyperparameter, scale: float) -> Observation:
         coming = list(h.bases())
-        base, next_base = representative(self._values.used(h) or coming, coming)
+        used = self._values.used(h) or coming
+        base, next_base = representative(used, coming)
         dealt = self._rounds.dealt[h.name]
         limits = h.limits(next_base, len(dealt))
-        multipliers = h.within_bounds(base, scale, dealt)
-        return Observation(h.steered(base), h.steered(next_base), h.floor, multipliers, h.peak(), limits)
+        multipliers = h.within_bounds([float(x) for x in used], scale, dealt) if h.is_bounded else dealt
+        told, following = h.steered(base, scale), h.steered(next_base, scale)
+        return Observation(told, following, h.floor, multipliers, h.peak(), limits)

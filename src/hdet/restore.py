@@ -165,15 +165,17 @@ class Frozen:
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._all = list({id(p): p for p in parameters}.values())
+        self._all = [p for p in {id(p): p for p in parameters}.values() if _is_plain(_local(p))]
         self._kept = [(p, _local(p).to("cpu", copy=True)) for p in self._all]
-        self._sums = [_sum(p) for p in self._all]
+        self._sums = [_sums(p) for p in self._all]
         self._settled = False
 
     def settle(self) -> None:
         """After the first steps: keep what has changed. Later calls change nothing."""
         if not self._settled:
-            self._kept = [(p, value) for p, value in self._kept if not torch.equal(_local(p).cpu(), value)]
+            self._kept = [
+                (p, value) for p, value in self._kept if not torch.equal(_bytes(_local(p).cpu()), _bytes(value))
+            ]
         self._settled = True
 
     @torch.no_grad()
@@ -183,7 +185,7 @@ class Frozen:
 
     def all_restored(self) -> bool:
         """Whether all are as they were; one that first changed after `settle()` is not."""
-        return all(_sum(p) == before or math.isnan(before) for p, before in zip(self._all, self._sums, strict=True))
+        return all(_sums(p) == before for p, before in zip(self._all, self._sums, strict=True))
 
 
 def _local(p: Any) -> Tensor:
@@ -192,8 +194,22 @@ def _local(p: Any) -> Tensor:
     return values
 
 
-def _sum(p: Tensor) -> float:
-    return float(_local(p).abs().sum(dtype=torch.float64))
+def _is_plain(values: Tensor) -> bool:
+    """Whether it can be copied and written: not sparse, not without memory, and no two elements in one place."""
+    if values.layout != torch.strided or values.is_meta or not values.numel():
+        return False
+    return all(stride > 0 for size, stride in zip(values.shape, values.stride(), strict=True) if size > 1)
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """Its bytes in a row, which compare whatever the dtype: frozen weights may be quantised."""
+    return values.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _sums(p: Tensor) -> list[int]:
+    """Of all bytes and of some: nearly every change changes them."""
+    seen = _bytes(_local(p))
+    return [int(seen[::every].sum(dtype=torch.int64)) for every in (1, 3, 7)]
 
 
 class OptimizerState:

@@ -157,11 +157,12 @@ class Rounds:
         """Go to a step that was reached without an ensemble, by replicas that hold the same weights."""
         at = self.at
         at.step, at.round, at.step_in_round = step, step // self._interval, step % self._interval
-        at.cut, at.finished, at.equal = at.step_in_round > 0, self.over, step > 0
+        at.cut, at.noisy, at.finished, at.equal = at.step_in_round > 0, False, self.over, step > 0
         self._deal_again()
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
         """Go on from `state_dict()`; a longer run than the one that was saved goes on exploring."""
+        self.at.noisy = False  # which older states do not have
         for key, value in state.items():
             setattr(self.at, key, value)
         self.at.equal = False

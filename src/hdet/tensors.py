@@ -40,7 +40,17 @@ class Tensors:
         self._explored = {h.key for h in hyperparameters if isinstance(h, InGroups) and h.diverges}
         self._forward = [h for h in hyperparameters if isinstance(h, InForward)]
         self._trained: set[int] = set()
+        self._noisy: list[Tensor] = []
         self._gathering = gathering(model)
+
+    def trained(self) -> list[Tensor]:
+        """All that the optimizers hold, whole."""
+        return [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
+
+    def set_noisy(self, noisy: Sequence[Tensor]) -> None:
+        """What replicas have their own noise in: averaged with the rest, trained or not."""
+        trained = {id(p) for p in self.trained() if p.requires_grad}
+        self._noisy = [part(p) for p in noisy if id(p) not in trained]
 
     def begin_round(self) -> None:
         """Note what is trained now: it is averaged at the round's end even if it has been frozen by then."""
@@ -84,6 +94,7 @@ class Tensors:
             *converge.parameters(self._optimizers, self._trained),
             *converge.buffers(self._model),
             *self.followers(),
+            *self._noisy,
         ]
         apart = {id(t) for h in self._forward for t in h.tensors()}  # replicas differ in these on purpose
         return list({id(t): t for t in found if id(t) not in apart}.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -16,7 +16,9 @@ from hdet.agreement.fingerprint import fingerprint
 from hdet.replicas import find_replicas
 from hdet.shards import is_sharded
 
-_NOISY = "_hdet_noisy"  # an attribute of parameters until their ensemble takes its first step
+# An attribute of noisy parameters and of the modules that hold them, whose parameters FSDP2 replaces, until an ensemble
+# sees to them.
+_NOISY = "_hdet_noisy"
 
 
 @torch.no_grad()
@@ -73,15 +75,30 @@ def warm_init(
     for number, (p, square) in enumerate(zip(trained, squares, strict=True)):
         mean_square = square / p.numel() if per == "tensor" else whole
         _add_noise(p, noise * math.sqrt(mean_square), _seed(seed, replicas.rank, number))
-        setattr(p, _NOISY, replicas.size > 1 and noise > 0)
+    if replicas.size > 1 and noise > 0:
+        _mark(model, trained)
 
 
-def take_noise(parameters: Iterable[Tensor]) -> bool:
-    """Whether any of them has noise of its replica's own, asked once: who asks sees to it that they are averaged."""
-    found = [p for p in parameters if getattr(p, _NOISY, False)]
-    for p in found:
-        delattr(p, _NOISY)
-    return bool(found)
+def _mark(model: nn.Module, noisy: Sequence[Tensor]) -> None:
+    known = {id(p) for p in noisy}
+    for p in noisy:
+        setattr(p, _NOISY, True)
+    for module in model.modules():
+        if any(id(p) in known for p in module.parameters(recurse=False)):
+            vars(module)[_NOISY] = True
+
+
+def take_noise(model: nn.Module | None, parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The parameters with noise of this replica's own, of `model` and these. They are told once: who asks sees to it
+    that they are averaged.
+    """
+    modules = [] if model is None else [m for m in model.modules() if vars(m).pop(_NOISY, False)]
+    held = [p for module in modules for p in module.parameters(recurse=False) if p.requires_grad]
+    marked = [p for p in (*parameters, *([] if model is None else model.parameters())) if getattr(p, _NOISY, False)]
+    found = {id(p): p for p in (*held, *marked)}
+    for p in found.values():
+        vars(p).pop(_NOISY, None)
+    return list(found.values())
 
 
 def _wrapped(model: nn.Module) -> bool:

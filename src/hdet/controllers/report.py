@@ -48,8 +48,8 @@ class Observation:
         low, high = self.limits
         return min(max(scale, min(low, before)), max(high, before))
 
-    def bounded(self, scale: float, max_scale: float, before: float) -> float:
-        """`scale` within its limits and within a factor of `max_scale`, its center not below the floor."""
+    def bounded(self, scale: float, max_scale: float, before: float = 1.0) -> float:
+        """`scale`, coming from `before`, within its limits and `max_scale`, its center not below the floor."""
         lowest = min(1.0, self.floor / self.next_base) if self.next_base > 0 else 0.0
         return min(max(self.within_limits(scale, before), lowest, 1 / max_scale), max_scale)
 
@@ -165,7 +165,7 @@ def check_state(state: Any, like: State) -> State:
         if not isinstance(state[name], dict) or set(state[name]) != set(entry):
             raise ValueError(
                 f"the saved state of {name} holds {_names(state[name])}, this controller needs {_names(entry)}; "
-                "resume with the controller that wrote it"
+                "resume with the controller, and the version of hdet, that wrote it"
             )
     return {name: {key: float(value) for key, value in entry.items()} for name, entry in state.items()}
 

@@ -138,8 +138,9 @@ class _InTensorToo(Cell):
 
     def close(self) -> None:
         """Put the base back, and the layer's own forward."""
-        super().close()
-        del self.owner.forward
+        if vars(self.owner).get("forward") is self._forward:  # else it is closed, or another ensemble's by now
+            super().close()
+            del self.owner.forward
 
 
 def _dropout_by_tensor(layer: Any, held: Held, x: Tensor) -> Tensor:

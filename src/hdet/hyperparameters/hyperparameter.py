@@ -91,10 +91,12 @@ class Hyperparameter:
         """The most that the schedule will say, where it tells."""
         return None
 
-    def steered(self, base: float) -> float:
-        """What a controller is told of the base: of a rate its size, of others whether it can be moved at all."""
+    def steered(self, base: float, scale: float = 1.0) -> float:
+        """What a controller is told of the base: of a rate its size, as far as bounds let the center follow it at this
+        scale; of others whether it can be moved at all.
+        """
         if self.coordinate == "log":
-            return base
+            return self._bounded(base * scale) / scale if self.is_bounded and scale > 0 else base
         return 1.0 if self.coordinate == "linear" or self.bounds[0] < base < self.bounds[1] else 0.0
 
     def center(self, base: Number, scale: float) -> Number:
@@ -121,10 +123,19 @@ class Hyperparameter:
             return tuple([center * k for k in multipliers])
         return tuple([center if k == 1.0 else self._bounded(self._move(center, k)) for k in multipliers])
 
-    def within_bounds(self, base: float, scale: float, dealt: tuple[float, ...]) -> tuple[float, ...]:
-        """The multipliers that replicas trained with: those dealt to them, but where a bound has cut their values."""
+    def within_bounds(self, bases: Sequence[float], scale: float, dealt: tuple[float, ...]) -> tuple[float, ...]:
+        """The multipliers that replicas trained with: those dealt to them, but where a bound has cut their values.
+
+        Of several places that one scale moves, the geometric mean.
+        """
         if not self.is_bounded or self.coordinate == "logit":
             return dealt
+        rows = [self._within_bounds(base, scale, dealt) for base in bases if base != 0.0 or self.coordinate != "log"]
+        if len(set(rows)) <= 1:
+            return rows[0] if rows else dealt
+        return tuple(math.exp(math.fsum(map(math.log, column)) / len(rows)) for column in zip(*rows, strict=True))
+
+    def _within_bounds(self, base: float, scale: float, dealt: tuple[float, ...]) -> tuple[float, ...]:
         center = self.center(base, scale)
         values = self.values_of(base, scale, dealt)
         return tuple(

@@ -125,8 +125,12 @@ class Run:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-    return found
+    """What is in a file that may not be there, or be of another program."""
+    try:
+        found = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _cleaned(line: dict[str, Any]) -> dict[str, Any]:
