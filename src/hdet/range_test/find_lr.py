@@ -152,8 +152,9 @@ def _find(bench: Bench, factor: float, fine: Fine) -> FoundRate:
     if interval is None:
         raise FindLRError(
             f"the probe's loss fell by less than 1 % from {first:.6g} at {_range(second_curve)}; train some hundred "
-            "steps at a low rate and call find_lr then, or take a larger probe; weights that are trained already have "
-            "no way to fall, so give their rate yourself"
+            "steps at a low rate and call find_lr then, or take a larger probe; where batches come in the order of "
+            "time, let step_fn take them from all over the data; weights that are trained already have no way to fall, "
+            "so give their rate yourself"
         )
     low, high = whole = fine.whole(interval, second_curve[-1][0])
     rate = factor * math.sqrt(low * high)
