@@ -147,7 +147,7 @@ def noisy_resume(folder):
     def parts():
         torch.manual_seed(0)
         model = DistributedDataParallel(make())
-        o = torch.optim.SGD(model.parameters(), lr=1e-3)
+        o = torch.optim.SGD(model.module[1].parameters(), lr=1e-3)  # the noise is in all of them
         ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.0)], interval=3, total_steps=4, model=model)
         return model, o, {"model": model, "optimizer": o, "ensemble": ensemble}
 

@@ -482,6 +482,8 @@ class Ensemble:
         if "judge" in state_dict:
             self._judge.load_state_dict(state_dict["judge"])
         self._rounds.load_state_dict(state_dict["progress"])
+        if self._rounds.at.noisy and self._settings.model is not None:  # which of its parameters are is not saved
+            self._tensors.set_noisy(list(self._settings.model.parameters()))
         self._outer.load_state_dict(state_dict, self._tensors.parameters())
         self._values.load_state_dict(state_dict["bases"])
         self._recovery.load_state_dict(state_dict.get("alarm"))
