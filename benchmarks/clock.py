@@ -25,12 +25,14 @@ RATES = {"digits": 2e-3, "flights": 8e-4, "text": 8e-3}  # about the best: both 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tasks", nargs="*", default=list(RATES), choices=list(RATES))
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(RATES)}; all without one")
     parser.add_argument("--size", default="standard")
     parser.add_argument("--turns", type=int, default=3)
     arguments = parser.parse_args()
+    if not set(arguments.tasks) <= set(RATES):
+        parser.error(f"TASK must be of {', '.join(RATES)}, got {' '.join(arguments.tasks)}")
     context = multiprocessing.get_context("spawn")
-    for task in arguments.tasks:
+    for task in arguments.tasks or RATES:
         ratios, costs = [], []
         for _ in range(arguments.turns):
             turn = {}

@@ -86,6 +86,8 @@ def table() -> str:
         for part in PARTS:
             about = {"task": name, "size": size, "optimizer": kind, "rate": rate, "part": part}
             mine = [row for row in rows if about.items() <= row.items()]
+            if not mine:
+                continue
             sums = [[sum(row["verdicts"][str(t)][k] for row in mine) for k in (0, 1)] for t in INTERVALS]
             cells = [name, size, kind, f"{rate:g}", "whole" if part == 1 else f"1/{part}", str(len(mine))]
             lines.append("| " + " | ".join([*cells, *(f"{alarms} ({kept})" for alarms, kept in sums)]) + " |")
