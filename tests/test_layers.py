@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "replicas": {"board"},
     "shards": {"replicas"},
     "agreement": {"board", "hooks", "hyperparameters", "replicas"},
-    "restore": set(),
+    "restore": {"shards"},
     "deepspeed": set(),
     "local_gradients": set(),
     "outer_step": {"arguments"},

@@ -16,6 +16,8 @@ from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from hdet.shards import part
+
 
 def _gpus() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
@@ -188,10 +190,9 @@ class Frozen:
         return all(_sums(p) == before for p, before in zip(self._all, self._sums, strict=True))
 
 
-def _local(p: Any) -> Tensor:
+def _local(p: Tensor) -> Tensor:
     """The values as they are now, of a DTensor this rank's part. They share their memory with `p`."""
-    values: Tensor = p.detach().to_local() if hasattr(p, "to_local") else p.detach()
-    return values
+    return part(p).detach()
 
 
 def _is_plain(values: Tensor) -> bool:
