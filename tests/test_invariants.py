@@ -24,7 +24,7 @@ class Training:
 
     def __init__(self, optimizer, scheduler, spread=None, variant="softmax"):
         torch.manual_seed(3)
-        self.model = DistributedDataParallel(Net(), forward_sync_buffers=False)
+        self.model = DistributedDataParallel(Net(statistics=variant != "tail average"), forward_sync_buffers=False)
         self.optimizers = OPTIMIZERS[optimizer](self.model)
         make = SCHEDULERS[scheduler]
         self.schedulers = [make(o) for o in self.optimizers] if make else []
@@ -109,6 +109,10 @@ VARIANTS = {
         {"controller": hdet.Slope(), "probe": a_probe(held_out=True)},
     ),
     "outer step": lambda o, m, s: (joint(o, s), {"controller": hdet.Softmax(temperature=0.1), "outer_step": 0.5}),
+    "tail average": lambda o, m, s: (
+        joint(o, s),
+        {"controller": hdet.LineSearch(), "probe": a_probe(), "tail_average": 1.0},
+    ),
     "rollback": lambda o, m, s: (joint(o, s), {"controller": hdet.Softmax(), "rollback": hdet.Rollback()}),
     "local and guarded": lambda o, m, s: (joint(o, s), {"gradients": "local", "rollback": hdet.Rollback()}),
     "guarded": lambda o, m, s: (

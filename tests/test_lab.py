@@ -15,6 +15,7 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
 import hdet
 from hdet.checks import check_interval
@@ -422,7 +423,7 @@ def test_what_is_charged_is_what_the_run_that_is_left_costs(controller, steps, f
     explore = "learning_rate=2" if found or steps == 500 else "weight_decay=0.3"
     options = RunOptions("digits", controller=controller, steps=steps, charge=True, explore=explore, replicas=4)
     told = found_rate(1e-3, found) if found else None
-    left = setup.charged_steps(options, options.make_task(), told)
+    left = setup.charged_steps(options, options.make_task(), nn.Identity(), told)
     plan = setup.make_controller(options, left, bool(found)).plan(list(options.explored()), left)
 
     def cost(length):
@@ -436,7 +437,7 @@ def test_what_is_charged_is_what_the_run_that_is_left_costs(controller, steps, f
 def test_a_search_that_ends_is_charged_while_it_lasts(monkeypatch):
     options = RunOptions("digits", controller="line_search", steps=1000, charge=True, replicas=4)
     monkeypatch.setattr(setup, "make_controller", lambda *given: hdet.LineSearch(active=0.25))
-    left = setup.charged_steps(options, options.make_task(), None)
+    left = setup.charged_steps(options, options.make_task(), nn.Identity(), None)
     assert left == pytest.approx(1000 / (1 + 0.25 * 5 * 4 / 3 / 5), abs=2)
 
 
@@ -444,7 +445,7 @@ def test_a_search_that_costs_the_whole_run_is_refused():
     options = RunOptions("digits", controller="auto", steps=600, charge=True, replicas=4)
     found = found_rate(1e-3, 600)
     with pytest.raises(LabError, match="finding the rate costs all of the 600 steps; take a longer run"):
-        setup.charged_steps(options, options.make_task(), found)
+        setup.charged_steps(options, options.make_task(), nn.Identity(), found)
 
 
 def hold(folder, is_in):

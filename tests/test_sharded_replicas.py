@@ -441,6 +441,19 @@ def resumes_outer_steps(path):
     resume_outer(f"{path}/plain", 7, outer_step=0.5)  # one model over all ranks, which an outer step is for, too
 
 
+def resumes_tail_averages(path):
+    """The mean of the round ends is in parts too, and what the probe says is the same on all ranks."""
+    probe = hdet.Probe([(x, x) for x in batch(0, 9)], lambda m, b: loss_of(m, b[0]))
+    given = {"total_steps": 10, "probe": probe, "tail_average": 0.8, "controller": hdet.LineSearch()}
+    resume_outer(f"{path}/end", 6, mesh=make_mesh(), **given)
+    resume_outer(f"{path}/mid", 7, mesh=make_mesh(), **given)
+    resume_outer(f"{path}/plain", 7, **given)
+
+
+def test_tail_averages_resume_bit_for_bit(tmp_path):
+    run(resumes_tail_averages, 4, str(tmp_path))
+
+
 def test_outer_steps_resume_bit_for_bit(tmp_path):
     run(resumes_outer_steps, 4, str(tmp_path))
 

@@ -28,7 +28,7 @@ from hdet.agreement.agreement import agreed, claim, settle
 from hdet.agreement.fingerprint import Claims
 from hdet.agreement.round_end import check_same_replica
 from hdet.assignment import Design
-from hdet.controllers import Controller, Limits, Report, Steering
+from hdet.controllers import Controller, Limits, Plan, Report, Steering
 from hdet.guard.health import Health
 from hdet.hooks import Hooks, innermost
 from hdet.hyperparameters.hyperparameter import Hyperparameter
@@ -48,6 +48,7 @@ from hdet.rollback.rollback import Rollback, Verdict
 from hdet.rounds import Rounds
 from hdet.score import Loss, as_loss
 from hdet.settings import read_settings
+from hdet.tail import Tail, probes_at_end
 from hdet.tensors import Tensors
 from hdet.values import Values
 from hdet.warm_init import take_noise
@@ -77,6 +78,10 @@ class Ensemble:
             send nothing. Needed by what acts before gradients are shared (dropout, label smoothing).
         outer_step: how much of a round's way is taken when it ends, in (0, 1], or an `hdet.Nesterov`; see
             `hdet.outer_step`. The last round's is taken whole. By default what the controller wants, which mostly is 1.
+        tail_average: the part of the run at its end, in [0, 1], whose round ends are averaged: when the run ends, the
+            probe tells whether to take that average in place of the last weights; see `hdet.tail`. 0 for none. By
+            default what the controller wants, where that is possible: `Auto` a half in runs of 2,000 steps and more.
+            Costs a copy of the weights.
         average_state: average the optimizer state of local gradients too. False: each replica keeps its own, which
             saves two thirds of the traffic with Adam; it is averaged once, when the run ends.
         design: how slots are dealt to several hyperparameters: "permutations", "orthogonal" or "turns"; by default
@@ -126,6 +131,7 @@ class Ensemble:
         probe: AnyProbe | None = None,
         gradients: Gradients = "shared",
         outer_step: float | Nesterov | None = None,
+        tail_average: float | None = None,
         average_state: bool = True,
         design: Design | None = None,
         rollback: Rollback | None = None,
@@ -143,9 +149,9 @@ class Ensemble:
     ) -> None:
         self._settings = read_settings(
             optimizer, hyperparameters, total_steps=total_steps, interval=interval, controller=controller, probe=probe,
-            gradients=gradients, outer_step=outer_step, average_state=average_state, design=design, rollback=rollback,
-            guard=guard, limits=limits, atomic=atomic, act=act, model=model, process_group=process_group, mesh=mesh,
-            seed=seed,
+            gradients=gradients, outer_step=outer_step, tail_average=tail_average, average_state=average_state,
+            design=design, rollback=rollback, guard=guard, limits=limits, atomic=atomic, act=act, model=model,
+            process_group=process_group, mesh=mesh, seed=seed,
         )  # fmt: skip
         checks.check_followers(also, on_round)
         checks.check_start_step(start_step)
@@ -172,6 +178,7 @@ class Ensemble:
         self._recorder = Recorder(explorable, given.optimizers, self._values, self._rounds)
         self._judge = Judge(given.probe, given.model)
         self._outer = OuterStep(given.outer_step)
+        self._tail = Tail(given.tail_average, given.total_steps)
         self._recovery = Recovery(given.rollback, self._tensors, self._rounds)
         self._health = Health(given, self._tensors, self._rounds)
         self._joining = Joining()
@@ -283,13 +290,13 @@ class Ensemble:
         if self._rounds.at.finished:
             return
         self._outer.reset()  # the last round's way is taken whole
-        records = []
+        records: list[RoundRecord] = []
         self._finishing = True
         try:
             if not self._equal:
                 self.converge()
             elif self._rounds.at.step and not self._rounds.over:  # else the last record is being made
-                records.append(self._unjudged())
+                records = self._settle_tail([self._unjudged()])
         finally:
             self._finishing = False
         if not self._rounds.at.finished:
@@ -340,7 +347,10 @@ class Ensemble:
         if replicas.size == 1:
             yield
             return
-        self._outer.check_join(self._settings.local or self._rounds.explores)
+        diverges = self._settings.local or self._rounds.explores
+        self._outer.check_join(diverges)
+        if not diverges:
+            self._tail.stop()  # a replica whose data have ended does not see the weights of the others
         replicas.arrive(f"step {self._rounds.at.step}")
         with self._joining.within(replicas):
             if self._settings.local:
@@ -416,8 +426,10 @@ class Ensemble:
 
     @property
     def holds_parts(self) -> bool:
-        """Whether what this ensemble saves is a part of something: of where a round began, with sharded models."""
-        return self._outer.active and self._tensors.in_parts
+        """Whether what this ensemble saves is a part of something: of where a round began and of the tail
+        average, with sharded models.
+        """
+        return (self._outer.active or self._tail.active) and self._tensors.in_parts
 
     @property
     def progress(self) -> dict[str, int | bool]:
@@ -462,7 +474,8 @@ class Ensemble:
         alarm = self._recovery.state_dict()
         if alarm is not None:
             state["alarm"] = alarm
-        return state | self._outer.state_dict(begun=self._opened and self._rounds.at.step_in_round > 0)
+        begun = self._opened and self._rounds.at.step_in_round > 0
+        return state | self._outer.state_dict(begun=begun) | self._tail.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from `state_dict()`. Load weights after wrapping the model in DDP, which broadcasts rank 0's.
@@ -485,6 +498,7 @@ class Ensemble:
         if self._rounds.at.noisy and self._settings.model is not None:  # which of its parameters are is not saved
             self._tensors.set_noisy(list(self._settings.model.parameters()))
         self._outer.load_state_dict(state_dict, self._tensors.parameters())
+        self._tail.load_state_dict(state_dict, self._tensors.stepped())
         self._values.load_state_dict(state_dict["bases"])
         self._recovery.load_state_dict(state_dict.get("alarm"))
         self._resume()
@@ -518,11 +532,17 @@ class Ensemble:
         state = {key: value for key, value in state_dict.items() if key not in ("mid_round", "judge")}
         return {**state, "progress": {**progress, "cut": progress["step_in_round"] > 0, "noisy": False}}
 
+    @staticmethod
+    def probes_at_end(plan: Plan, probe: AnyProbe | None, model: nn.Module | None) -> int:
+        """How often a run with this plan of a controller scores a probe when it ends: what the tail average costs."""
+        return probes_at_end(plan.tail_average, probe, model)
+
     def start_from(self, step: int) -> None:
         """Go on at `step` without a saved state: a new controller, the same weights on all replicas."""
         self._forget_noise()
         self._judge.reset()
         self._outer.reset()
+        self._tail.reset()
         self._rounds.start_from(step)
         self._steering.reset()
         self._resume()
@@ -559,6 +579,7 @@ class Ensemble:
                 names = [h.name for h in given.explored]
                 no_effect.warn_of_two_replicas(given.controller, given.plan, names, given.rates)
             self._begin_round()
+            self._tail.reserve(self._tensors.stepped())
         if self._rounds.at.step == 0:
             self._note_noise()
 
@@ -617,7 +638,7 @@ class Ensemble:
             self._end_round(full=True)
 
     def _end_round(self, full: bool) -> None:
-        records = []
+        records: list[RoundRecord] = []
         verdict: Verdict = "ok"
         self._health.mend()
         self._tensors.reshard()
@@ -636,6 +657,10 @@ class Ensemble:
         self._outer.take()
         if verdict == "best":
             self._recovery.keep()
+        if not self._rounds.at.finished:
+            self._tail.add(self._tensors.stepped(), self._rounds.at.step)
+        if self._rounds.over or self._finishing:
+            records = self._settle_tail(records)
         self._judge.reset()
         self._health.gradients.reset()
         self._rounds.next_round()
@@ -646,6 +671,17 @@ class Ensemble:
         if self._rounds.over:
             self.finish()
         self._emit(records)  # last, so that a sink that raises leaves no round half ended
+
+    def _settle_tail(self, records: list[RoundRecord]) -> list[RoundRecord]:
+        """Leave the better of the last weights and the tail average, and tell so in the last record."""
+        began = time.perf_counter()
+        with self._values.at_center():
+            told = self._tail.settle(self._meeting.score, self._settings.act)
+        if told is None or not records:
+            return records
+        took, last = time.perf_counter() - began, records[-1]
+        seconds = {name: getattr(last, name) + took for name in ("round_seconds", "probe_seconds")}
+        return [*records[:-1], replace(last, events=(*last.events, told), **seconds)]
 
     def _emit(self, records: Sequence[RoundRecord]) -> None:
         for record in records:
@@ -676,6 +712,7 @@ class Ensemble:
         """Put the best consensus back and go on from there with lower learning rates."""
         said = self._recovery.put_back(judged.scores)
         self._outer.reset()
+        self._tail.reset()
         record = self._control(False, judged, time.perf_counter() - began - self._judge.seconds_at_end)
         self._steering.scale_by(self._recovery.cut, self._settings.rates, forget=True)
         rows = {name: replace(row, scale=self.scales[name]) for name, row in record.hyperparameters.items()}

@@ -86,6 +86,14 @@ class Judge:
         self.seconds += self.seconds_at_end
         return vector
 
+    def loss(self, index: int, replicas: Replicas, device: torch.device) -> float:
+        """The loss of weights that all replicas hold on probe `index`: each one scores its share. Collective."""
+        self.begin(index, replicas)
+        assert self._start is not None
+        table = replicas.gather(self._start.to(device))
+        self._start = None
+        return sum(row[0] for row in table) / sum(row[1] for row in table)
+
     def read(self, table: Sequence[Sequence[float]], full: bool) -> Judged:
         """What the gathered numbers say."""
         scores = tuple(row[0] for row in table)

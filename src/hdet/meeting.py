@@ -93,6 +93,12 @@ class Meeting:
         round_end.check_agreement(self._rounds.replicas.gather(layout), [same])
         converge.average(state, self._rounds.replicas, atomic=self._settings.atomic)
 
+    def score(self, number: int) -> float:
+        """The loss of the weights, which all replicas hold, on a probe that no round has seen. Collective."""
+        self._tensors.reshard()
+        index = self._rounds.at.round + 1 + number
+        return self._judge.loss(index, self._rounds.replicas, self._device(()))
+
     def follow(self, numbers: Sequence[float], leader: int) -> list[float]:
         """The numbers of replica `leader`, in place of these."""
         told = torch.tensor(numbers, dtype=torch.float64, device=self._device(()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from hdet import checks, no_effect
+from hdet import checks, no_effect, tail
 from hdet.agreement.fingerprint import Claims, fingerprint, plain
 from hdet.assignment import Design
 from hdet.controllers import Auto, Controller, Fixed, Limits, Plan, plan
@@ -51,6 +51,7 @@ class Settings:
     design: Design
     local: bool
     outer_step: float | Nesterov
+    tail_average: float
     average_state: bool
     rollback: Rollback | None
     guarded: bool
@@ -80,9 +81,10 @@ class Settings:
         return {
             "seed": self.seed, "interval": self.interval, "total_steps": self.total_steps, "act": self.act,
             "controller": plain(self.controller), "gradients": "local" if self.local else "shared",
-            "outer_step": plain(self.outer_step), "average_state": self.average_state, "design": self.design,
-            "probe": self.probe is not None, "rollback": plain(self.rollback), "guard": self.guarded,
-            "limits": plain(self.limits), "atomic": self.atomic,
+            "outer_step": plain(self.outer_step), "tail_average": self.tail_average,
+            "average_state": self.average_state, "design": self.design, "probe": self.probe is not None,
+            "rollback": plain(self.rollback), "guard": self.guarded, "limits": plain(self.limits),
+            "atomic": self.atomic,
         }  # fmt: skip
 
     def claims(self, replicas: int, start_step: int, followers: Iterable[Tensor]) -> Claims:
@@ -103,6 +105,7 @@ def read_settings(
     probe: AnyProbe | None,
     gradients: Gradients,
     outer_step: float | Nesterov | None,
+    tail_average: float | None,
     average_state: bool,
     design: Design | None,
     rollback: Rollback | None,
@@ -144,7 +147,7 @@ def read_settings(
         hyperparameters=tuple(explorable),
         explored=explored,
         controller=wants,
-        plan=told,
+        plan=replace(told, why={**told.why, **_tail_told(tail_average, told, probe, model)}),
         probe=probe,
         model=model,
         total_steps=total_steps,
@@ -152,6 +155,7 @@ def read_settings(
         design=checks.check_design(design or told.design),
         local=local,
         outer_step=outer.given,
+        tail_average=_tail_average(tail_average, told, total_steps, probe, model),
         average_state=average_state,
         rollback=None if rollback is None else checks.check_rollback(rollback),
         guarded=bool(guard),
@@ -162,10 +166,30 @@ def read_settings(
         seed=seed,
     )
     no_effect.warn_without_effect(wants, act, bool(explored), settings.interval, total_steps)
-    no_effect.warn_of_probe(wants, probe, told, local)
+    no_effect.warn_of_probe(wants, probe, told, local, settings.tail_average)
     no_effect.warn_of_bases(explored)
     no_effect.warn_of_outer_step(outer, settings.interval, total_steps)
     return settings
+
+
+def _tail_average(
+    given: float | None, told: Plan, total_steps: int | None, probe: object, model: nn.Module | None
+) -> float:
+    """What the user wants, or what the controller wants where that is possible."""
+    if given is not None:
+        return tail.check_part(given, total_steps, probe, model)
+    return told.tail_average if tail.unfit(probe, model) is None else 0.0
+
+
+def _tail_told(given: float | None, told: Plan, probe: object, model: nn.Module | None) -> dict[str, str]:
+    """What is said in the record of an average that the controller wants."""
+    if given is not None or not told.tail_average:
+        return {}
+    reason = tail.unfit(probe, model)
+    if reason is not None:
+        return {"tail average": f"none: {reason}"}
+    part = f"the last {100 * told.tail_average:.0f} % of the run"
+    return {"tail average": f"of the round ends in {part}; the probe compares it with the last weights when it ends"}
 
 
 def _controller(controller: Controller | None, probe: object) -> Controller:

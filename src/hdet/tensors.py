@@ -71,6 +71,11 @@ class Tensors:
         """What the optimizers train now."""
         return converge.parameters(self._optimizers)
 
+    def stepped(self) -> list[Tensor]:
+        """What moves with every step: what is trained now, and what follows it."""
+        found = [*self.parameters(), *self.followers()]
+        return list({id(t): t for t in found}.values())
+
     def buffers(self) -> list[Tensor]:
         """All buffers of the model, whatever their dtype."""
         return [] if self._model is None else list(self._model.buffers())

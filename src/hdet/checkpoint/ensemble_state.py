@@ -8,7 +8,8 @@ from typing import Any
 from hdet.ensemble import Ensemble
 
 State = dict[str, Any]
-_COMMON = ("outer_step", "outer_momentum")  # where a round began and the momenta of the outer step
+# Where a round began, the momenta of the outer step, and the tail average.
+_COMMON = ("outer_step", "outer_momentum", "tail")
 
 
 def losses_of(ensemble: Ensemble) -> State | None:

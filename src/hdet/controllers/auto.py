@@ -14,7 +14,9 @@ from hdet.controllers.slope import Slope
 _RULES = {
     "short": Rule(lambda x: 0 <= x < math.inf, "be at least 0, a number of optimizer steps", "500"),
     "outer_step": Rule(lambda x: 0 < x <= 1, "lie in (0, 1]", "0.5"),
+    "tail_average": Rule(lambda x: 0 <= x <= 1, "lie in [0, 1], a part of the run", "0.5"),
 }
+_LEAST_TAIL = 2000  # steps of a run that its end is averaged in: in shorter ones the comparison costs too much
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class Auto:
         finds: whether the rate of a long run is to be found; False if you know it.
         outer_step: how much of a round's way is taken at converge in long runs with a learning rate. A half forgives
             rates that are too high, and the rate that is found is twice as high for it: docs/research.md.
+        tail_average: in those runs, from 2,000 steps on, the part at the end whose round ends are averaged; the probe
+            tells when the run ends whether the average is better than the last weights. 0 for none, which saves a copy
+            of the weights.
         interval: optimizer steps per round that it asks for in those runs.
 
     >>> Auto().plan(["learning_rate", "weight_decay"], 400).design
@@ -52,6 +57,7 @@ class Auto:
     short: int = 500
     finds: bool = True
     outer_step: float = 1.0
+    tail_average: float = 0.5
     interval: int = 10
 
     needs_score = False
@@ -92,6 +98,7 @@ class Auto:
             slope,
             interval=self.interval,
             outer_step=self.outer_step,
+            tail_average=0.0 if total_steps is None or total_steps < _LEAST_TAIL else self.tail_average,
             until=dict.fromkeys(rates, 0),
             finds=self.finds,
             why={**dict.fromkeys(rates, why), **slope.why},

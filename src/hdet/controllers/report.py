@@ -87,6 +87,7 @@ class Plan:
     Attributes:
         interval: optimizer steps per round; None for the ensemble's own choice.
         outer_step: how much of a round's way is taken at converge; 1 is all of it.
+        tail_average: the part of the run at its end whose round ends are averaged; 0 for none.
         design: how slots are dealt to several hyperparameters.
         until: by name, the step from which on a hyperparameter is not explored any more; to the end without an entry.
         finds: the learning rate is to be found before the first step.
@@ -96,6 +97,7 @@ class Plan:
 
     interval: int | None = None
     outer_step: float = 1.0
+    tail_average: float = 0.0
     design: Design = "permutations"
     until: Mapping[str, int] = field(default_factory=dict)
     finds: bool = False

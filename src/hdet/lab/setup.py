@@ -51,8 +51,8 @@ def make_probe(options: RunOptions, task: Task) -> Probe:
     return Probe(lambda index: task.probe(index, held_out), loss, held_out=held_out)
 
 
-def charged_steps(options: RunOptions, task: Task, found: FoundRate | None) -> int:
-    """What is left of the task's steps when finder and probe have been paid: a forward pass is a third of a step.
+def charged_steps(options: RunOptions, task: Task, model: nn.Module, found: FoundRate | None) -> int:
+    """What is left of the task's steps when finder and probes have been paid: a forward pass is a third of a step.
 
     In a round every replica scores its own weights on the whole probe, and all together those it began with. How long
     rounds are depends on the length of the run: the one that is left is paid, not the one that is asked for.
@@ -68,15 +68,16 @@ def charged_steps(options: RunOptions, task: Task, found: FoundRate | None) -> i
             )
     steps = max(1, math.floor(left))
     while True:  # shorter runs have shorter rounds, so this only ever falls
-        paid = max(1, math.floor(left / (1 + _probing(options, steps, found is not None))))
+        plan: Plan = make_controller(options, steps, found is not None).plan(list(options.explored()), steps)
+        end = Ensemble.probes_at_end(plan, make_probe(options, task), model) * _PROBE_BATCHES / 3
+        paid = max(1, math.floor((left - end) / (1 + _probing(options, plan, steps))))
         if paid >= steps:
             return steps
         steps = paid
 
 
-def _probing(options: RunOptions, steps: int, found: bool) -> float:
-    """What the probes of a run cost for each of its steps, in steps. Without exploring there are none."""
-    plan: Plan = make_controller(options, steps, found).plan(list(options.explored()), steps)
+def _probing(options: RunOptions, plan: Plan, steps: int) -> float:
+    """What the probes of the rounds cost for each step of the run, in steps. Without exploring there are none."""
     part = max((plan.until.get(name, steps) for name in options.explored()), default=0) / steps
     own = plan.interval or min(max(steps // 200, 1), 1000)
     interval = min(own, steps) if options.interval == "auto" else options.interval

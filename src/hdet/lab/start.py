@@ -65,7 +65,7 @@ def settle(
         found = find(options, task, model, optimizer, Auto().outer_step if outer is None else outer)
         if files is not None:
             write(result_of(options, task, peak_lr, found), found, files)
-    steps = charged_steps(options, task, found) if options.charge else task.steps
+    steps = charged_steps(options, task, model, found) if options.charge else task.steps
     start = Start(peak_lr, steps)
     if found is not None:
         start = Start(found.rate, steps, found.steps, found.cost, found.seconds)
