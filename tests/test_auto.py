@@ -108,6 +108,7 @@ def test_its_state_is_checked_against_its_own():
         ({"slope": None}, TypeError),
         ({"short": -1}, ValueError),
         ({"outer_step": 0.0}, ValueError),
+        ({"tail_average": 1.1}, ValueError),
         ({"interval": 0}, ValueError),
     ],
 )

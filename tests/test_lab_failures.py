@@ -141,6 +141,8 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capfd):
         (["train", "digits", "--controller", "none", "--explore", "momentum=0.2"], 2, "explore has no effect"),
         (["train", "digits", "--controller", "none", "--gradients", "local"], 2, "--gradients has no effect with"),
         (["train", "digits", "--controller", "none", "--outer-step", "0.5"], 2, "--outer-step has no effect with"),
+        (["train", "text", "--controller", "softmax", "--tail-average", "0.5"], 2, "--tail-average needs a probe"),
+        (["train", "text", "--controller", "auto", "--tail-average", "2"], 2, "--tail-average must be in [0, 1]"),
         (["train", "digits", "--outer-momentum", "1"], 2, "--outer-momentum must be in [0, 1), got 1.0"),
         (["train", "digits", "--no-average-state"], 2, "--average-state has no effect with shared gradients"),
         (["sweep", "digits", "--spread", "0.1"], 2, "--spread has no effect with --controller none"),

@@ -35,6 +35,7 @@ def test_closed_forms():
     assert own.sent_per_step == pytest.approx(ring * averaged / 1000)
     assert own.gradient_bytes / own.sent_per_step == pytest.approx(1000)
     assert own.memory["the outer step"] == 2 * averaged
+    assert plan(tail_average=True, width=2, shard=8).memory["the tail average"] == averaged / 8
     sharded = plan(shard=8, rollback=True)
     assert sharded.averaged == averaged / 8
     assert sharded.memory["the snapshot of a rollback"] == pytest.approx(averaged * 3 / 8 / 64)

@@ -270,6 +270,22 @@ def test_auto_wants_it_in_long_runs_and_says_so(statistics):
     ensemble.close()
 
 
+def test_auto_leaves_a_spread_of_zero_plain():
+    model = nn.Linear(4, 1)
+    optimizer = optim.SGD(model.parameters(), lr=1e-3)
+    rates = [hdet.learning_rate(optimizer, spread=0.0)]
+    ensemble = hdet.Ensemble(optimizer, rates, total_steps=2000, model=model, probe=a_probe())
+    assert not ensemble._tail.active
+    assert "tail average" not in ensemble._settings.plan.why
+
+
+@pytest.mark.parametrize(("steps", "part"), [(1999, 0.0), (2000, 0.5), (None, 0.0)])
+def test_auto_wants_it_from_2000_steps_on(steps, part):
+    assert hdet.Auto().plan(["learning_rate"], steps).tail_average == part
+    assert hdet.Auto(tail_average=0.0).plan(["learning_rate"], steps).tail_average == 0
+    assert hdet.Auto().plan(["weight_decay"], steps).tail_average == 0
+
+
 def test_fixed_may_have_a_probe_for_it():
     """No warning: pytest turns them into errors."""
     found = train(make(controller=hdet.Fixed()))

@@ -28,7 +28,7 @@ from hdet.agreement.agreement import agreed, claim, settle
 from hdet.agreement.fingerprint import Claims
 from hdet.agreement.round_end import check_same_replica
 from hdet.assignment import Design
-from hdet.controllers import Controller, Limits, Plan, Report, Steering
+from hdet.controllers import Controller, Limits, Report, Steering
 from hdet.guard.health import Health
 from hdet.hooks import Hooks, innermost
 from hdet.hyperparameters.hyperparameter import Hyperparameter
@@ -533,9 +533,9 @@ class Ensemble:
         return {**state, "progress": {**progress, "cut": progress["step_in_round"] > 0, "noisy": False}}
 
     @staticmethod
-    def probes_at_end(plan: Plan, probe: AnyProbe | None, model: nn.Module | None) -> int:
-        """How often a run with this plan of a controller scores a probe when it ends: what the tail average costs."""
-        return probes_at_end(plan.tail_average, probe, model)
+    def probes_at_end(tail_average: float, probe: AnyProbe | None, model: nn.Module | None) -> int:
+        """How often a run with this tail average scores a probe when it ends; 0 if it cannot be averaged."""
+        return probes_at_end(tail_average, probe, model)
 
     def start_from(self, step: int) -> None:
         """Go on at `step` without a saved state: a new controller, the same weights on all replicas."""

@@ -141,13 +141,14 @@ def read_settings(
     if rollback is not None and not any(map(_is_rate, explorable)):
         explorable.append(learning_rate(optimizers, spread=0.0))  # to be cut
     local = gradients == "local"
+    wanted = told.tail_average if explored else 0.0  # with a spread of 0 it is plain training
     outer = OuterStep(told.outer_step if outer_step is None else outer_step)
     settings = Settings(
         optimizers=optimizers,
         hyperparameters=tuple(explorable),
         explored=explored,
         controller=wants,
-        plan=replace(told, why={**told.why, **_tail_told(tail_average, told, probe, model)}),
+        plan=replace(told, why={**told.why, **_tail_told(tail_average, wanted, probe, model)}),
         probe=probe,
         model=model,
         total_steps=total_steps,
@@ -155,7 +156,7 @@ def read_settings(
         design=checks.check_design(design or told.design),
         local=local,
         outer_step=outer.given,
-        tail_average=_tail_average(tail_average, told, total_steps, probe, model),
+        tail_average=_tail_average(tail_average, wanted, total_steps, probe, model),
         average_state=average_state,
         rollback=None if rollback is None else checks.check_rollback(rollback),
         guarded=bool(guard),
@@ -173,22 +174,22 @@ def read_settings(
 
 
 def _tail_average(
-    given: float | None, told: Plan, total_steps: int | None, probe: object, model: nn.Module | None
+    given: float | None, wanted: float, total_steps: int | None, probe: object, model: nn.Module | None
 ) -> float:
     """What the user wants, or what the controller wants where that is possible."""
     if given is not None:
         return tail.check_part(given, total_steps, probe, model)
-    return told.tail_average if tail.unfit(probe, model) is None else 0.0
+    return wanted if tail.unfit(probe, model) is None else 0.0
 
 
-def _tail_told(given: float | None, told: Plan, probe: object, model: nn.Module | None) -> dict[str, str]:
+def _tail_told(given: float | None, wanted: float, probe: object, model: nn.Module | None) -> dict[str, str]:
     """What is said in the record of an average that the controller wants."""
-    if given is not None or not told.tail_average:
+    if given is not None or not wanted:
         return {}
     reason = tail.unfit(probe, model)
     if reason is not None:
         return {"tail average": f"none: {reason}"}
-    part = f"the last {100 * told.tail_average:.0f} % of the run"
+    part = f"the last {100 * wanted:.0f} % of the run"
     return {"tail average": f"of the round ends in {part}; the probe compares it with the last weights when it ends"}
 
 

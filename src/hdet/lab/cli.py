@@ -164,6 +164,7 @@ def _add_run_options(parser: argparse.ArgumentParser, replicas: int | None, cont
     add("--gradients", default="shared", help="shared, or local: replicas train on their own between converges")
     add("--outer-step", type=float, help="how much of a round's way is taken at converge (0 to 1)")
     add("--outer-momentum", type=float, help="of the outer step, for long rounds of local gradients (0.9 in DiLoCo)")
+    add("--tail-average", type=float, metavar="PART", help="of the run, at its end, whose round ends are averaged")
     add("--average-state", action=argparse.BooleanOptionalAction, default=True, help="of the optimizer; default: yes")
     add("--weight-decay", type=float, help="of the dense parameters; default: the task's own")
     add("--dropout", type=float, default=0.0)

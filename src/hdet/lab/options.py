@@ -15,8 +15,8 @@ _WITH_PROBE = ("line_search", "slope", "auto")
 EXPLORABLE = ("learning_rate", "weight_decay", "momentum", "beta2", "dropout", "label_smoothing")
 REGULARISERS = frozenset({"weight_decay", "dropout", "label_smoothing"})
 _OF_FAN_OUT = (
-    "explore", "spread", "gradients", "outer_step", "outer_momentum", "average_state", "interval", "per_group",
-    "charge",
+    "explore", "spread", "gradients", "outer_step", "outer_momentum", "tail_average", "average_state", "interval",
+    "per_group", "charge",
 )  # fmt: skip
 _OF_SOFTMAX = ("temperature", "warmup_steps")
 SIZES = ("smoke", "standard", "long")
@@ -47,6 +47,7 @@ class RunOptions:
         outer_step: how much of a round's way is taken at converge; None for what the controller wants.
         outer_momentum: how much of the rounds before is taken again; None for none. With one, outer_step is 0.7 if it
             is None: `hdet.Nesterov`.
+        tail_average: the part of the run at its end whose round ends are averaged; None for what the controller wants.
         average_state: average the optimizer state of local gradients too.
         weight_decay: of the dense parameters; None for the task's own.
         dropout, label_smoothing: of the model and of the training loss.
@@ -79,6 +80,7 @@ class RunOptions:
     gradients: Literal["shared", "local"] = "shared"
     outer_step: float | None = None
     outer_momentum: float | None = None
+    tail_average: float | None = None
     average_state: bool = True
     weight_decay: float | None = None
     dropout: float = 0.0
@@ -111,6 +113,7 @@ class RunOptions:
         _number("spread", self.spread, _is_spread(self.spread or 0.0), "in [0, 1), or above 1", "0.1")
         _number("outer_step", self.outer_step, 0 < (self.outer_step or 1) <= 1, "in (0, 1]", "0.5")
         _number("outer_momentum", self.outer_momentum, 0 <= (self.outer_momentum or 0) < 1, "in [0, 1)", "0.9")
+        _number("tail_average", self.tail_average, 0 <= (self.tail_average or 0) <= 1, "in [0, 1]", "0.5")
         _number("weight_decay", self.weight_decay, 0 <= (self.weight_decay or 0) < math.inf, "at least 0", "0.1")
         _number("warm_noise", self.warm_noise, 0 <= self.warm_noise < math.inf, "at least 0", "0.01")
         _one_of("gradients", self.gradients, ("shared", "local"))
@@ -175,6 +178,11 @@ class RunOptions:
             raise OptionError(
                 f"charge has no effect with --controller {self.controller}, which has no probe to pay for; leave it "
                 f"out, or choose of {', '.join(_WITH_PROBE)}"
+            )
+        if self.tail_average and not self.probes:
+            raise OptionError(
+                f"tail_average needs a probe, which --controller {self.controller} does not have; leave it out, or "
+                f"choose of {', '.join(_WITH_PROBE)}"
             )
         if self.explore and self.spread is not None:
             raise OptionError(

@@ -92,6 +92,7 @@ class RunPlan:
         copies: of the trained parameters that the outer step holds: 0, 1, or 2 with momentum.
         rollback: keep a snapshot.
         probe: global batches of a probe.
+        tail_average: hold the mean of the last part of the run.
 
     Raises:
         OptionError: for what cannot be.
@@ -110,6 +111,7 @@ class RunPlan:
     copies: int = 0
     rollback: bool = False
     probe: float = 0.0
+    tail_average: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("replicas", 2), ("interval", 1), ("shard", 1), ("state", 0)):
@@ -167,6 +169,7 @@ class RunPlan:
         return {
             "while it averages": min(2.0 * BUCKET, 2 * self.averaged),
             "the outer step": self.copies * copy,
+            "the tail average": mine * max(self.width, 4) if self.tail_average else 0.0,
             "the snapshot of a rollback": kept if self.rollback else 0.0,
             "within consensus()": weights,
         }

@@ -37,6 +37,7 @@ def add_command(commands: Any) -> None:
     add("--precision", choices=sorted(_WIDTHS), default="fp32", help="of parameters and gradients (default: fp32)")
     add("--outer-step", action="store_true", help="with an outer step: a copy of the parameters")
     add("--outer-momentum", action="store_true", help="with hdet.Nesterov: two copies")
+    add("--tail-average", action="store_true", help="with a tail average, as Auto has it: a copy in single precision")
     add("--rollback", action="store_true", help="with a snapshot to go back to")
     add("--probe", type=float, default=0.0, metavar="BATCHES", help="global batches of a probe (default: none)")
     add("--latency", metavar="TIME", default="10us", help="of one hop between ranks (default: 10us, an assumption)")
@@ -79,7 +80,7 @@ def run(arguments: argparse.Namespace) -> str:
         arguments.interval, link, shard=arguments.shard, local=arguments.gradients == "local",
         average_state=arguments.average_state, state=arguments.state, width=_WIDTHS[arguments.precision],
         copies=2 if arguments.outer_momentum else int(arguments.outer_step), rollback=arguments.rollback,
-        probe=arguments.probe,
+        probe=arguments.probe, tail_average=arguments.tail_average,
     )  # fmt: skip
     return show(plan, None if arguments.overhead is None else part("overhead", arguments.overhead))
 

@@ -69,7 +69,8 @@ def charged_steps(options: RunOptions, task: Task, model: nn.Module, found: Foun
     steps = max(1, math.floor(left))
     while True:  # shorter runs have shorter rounds, so this only ever falls
         plan: Plan = make_controller(options, steps, found is not None).plan(list(options.explored()), steps)
-        end = Ensemble.probes_at_end(plan, make_probe(options, task), model) * _PROBE_BATCHES / 3
+        part = plan.tail_average if options.tail_average is None else options.tail_average
+        end = Ensemble.probes_at_end(part, make_probe(options, task), model) * _PROBE_BATCHES / 3
         paid = max(1, math.floor((left - end) / (1 + _probing(options, plan, steps))))
         if paid >= steps:
             return steps
@@ -123,6 +124,7 @@ def make_ensemble(
         probe=make_probe(options, task) if options.probes else None,
         gradients=options.gradients,
         outer_step=make_outer_step(options),
+        tail_average=options.tail_average,
         average_state=options.average_state,
         model=model,
         seed=options.seed,
