@@ -80,6 +80,7 @@ FULL = (  # the same, from every start with every seed
     Part("text", "standard", tuple(name for name in ALL if name not in ONCE)),
     Part("flights", "long", ("plain", "auto", "paper")),
     Part("text", "long", ("plain", "auto")),
+    Part("digits", "long", ("plain", "auto"), FAR),
     SET[-1],
 )
 
@@ -210,7 +211,7 @@ def _only(rows: dict[tuple, dict], runs: Sequence[dict]) -> list[dict]:
 # Seconds of a plain run on one of two busy cores, and how much longer a method takes, as far as that was tried out.
 SECONDS = {
     ("flights", "standard"): 10, ("text", "standard"): 65, ("digits", "standard"): 24,
-    ("flights", "long"): 28, ("text", "long"): 190,
+    ("flights", "long"): 28, ("text", "long"): 190, ("digits", "long"): 240,
 }  # fmt: skip
 LONGER = {"paper": 2.5, "auto": 1.1, "population, batch": 1.4, "population, steps": 0.6}
 LONGER_ON_DIGITS = {"paper": 1.2, "population, batch": 0.7, "population, steps": 0.3}  # plain has four too
