@@ -441,6 +441,20 @@ def test_a_search_that_ends_is_charged_while_it_lasts(monkeypatch):
     assert left == pytest.approx(1000 / (1 + 0.25 * 5 * 4 / 3 / 5), abs=2)
 
 
+@pytest.mark.parametrize(
+    ("given", "charged"), [({}, 43), ({"tail_average": 0.0}, 0), ({"explore": "learning_rate=0"}, 0)]
+)
+def test_the_tail_average_is_charged(given, charged):
+    options = RunOptions("text", controller="auto", steps=4000, charge=True, **given)
+    assert setup.charged_steps(options, options.make_task(), nn.Identity(), found_rate(1e-3, 200)) == 3800 - charged
+
+
+def test_a_tail_average_that_costs_the_whole_run_is_refused():
+    options = RunOptions("text", controller="auto", steps=40, charge=True, tail_average=0.5)
+    with pytest.raises(LabError, match="what is compared when the run ends costs all of the 40 steps"):
+        setup.charged_steps(options, options.make_task(), nn.Identity(), None)
+
+
 def test_a_search_that_costs_the_whole_run_is_refused():
     options = RunOptions("digits", controller="auto", steps=600, charge=True, replicas=4)
     found = found_rate(1e-3, 600)

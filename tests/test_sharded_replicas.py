@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hdet
+from hdet import tail
 
 STEPS, INTERVAL, SPREAD = 7, 4, 0.4  # a round, its converge, and three more steps
 
@@ -442,12 +443,26 @@ def resumes_outer_steps(path):
 
 
 def resumes_tail_averages(path):
-    """The mean of the round ends is in parts too, and what the probe says is the same on all ranks."""
-    probe = hdet.Probe([(x, x) for x in batch(0, 9)], lambda m, b: loss_of(m, b[0]))
-    given = {"total_steps": 10, "probe": probe, "tail_average": 0.8, "controller": hdet.LineSearch()}
+    """The mean of the round ends is in parts too. It is taken here whatever the probe says, or it would not be seen."""
+    told = []
+    tail.compare = lambda last, average: tail.Compared(True, last[0], last[0] - average[0], 0.0)
+    probe = hdet.Probe([(x, x) for x in batch(0, 9)], lambda m, b: loss_of(m, b[0]), size=3)
+    given = {
+        "total_steps": 10,
+        "probe": probe,
+        "tail_average": 0.8,
+        "controller": hdet.Fixed(),
+        "on_round": [told.append],
+    }
     resume_outer(f"{path}/end", 6, mesh=make_mesh(), **given)
     resume_outer(f"{path}/mid", 7, mesh=make_mesh(), **given)
-    resume_outer(f"{path}/plain", 7, **given)
+    one = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
+    resume_outer(f"{path}/one", 7, mesh=one, **given)  # one model over all ranks
+    with pytest.raises(ValueError, match="the optimizer holds DTensors"):
+        resume_outer(f"{path}/plain", 7, **given)
+    ends = [event for record in told for event in record.events if event.startswith("tail average: taken")]
+    assert len(ends) == 6
+    assert len(set(ends)) == 2  # with and without a resume, and wherever it was; with two replicas, and with one
 
 
 def test_tail_averages_resume_bit_for_bit(tmp_path):

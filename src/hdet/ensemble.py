@@ -79,9 +79,10 @@ class Ensemble:
         outer_step: how much of a round's way is taken when it ends, in (0, 1], or an `hdet.Nesterov`; see
             `hdet.outer_step`. The last round's is taken whole. By default what the controller wants, which mostly is 1.
         tail_average: the part of the run at its end, in [0, 1], whose round ends are averaged: when the run ends, the
-            probe tells whether to take that average in place of the last weights; see `hdet.tail`. 0 for none. By
-            default what the controller wants, where that is possible: `Auto` a half in runs of 2,000 steps and more.
-            Costs a copy of the weights.
+            probe tells whether half of the way to that mean is better than the last weights; see `hdet.tail`. 0 for
+            none. By default what the controller wants, where that is possible: `Auto` a half in runs of 2,000 steps
+            and more. Costs a copy of what is trained and of `also`, in single precision at least. The probe is asked
+            for 16 indices that no round has had.
         average_state: average the optimizer state of local gradients too. False: each replica keeps its own, which
             saves two thirds of the traffic with Adam; it is averaged once, when the run ends.
         design: how slots are dealt to several hyperparameters: "permutations", "orthogonal" or "turns"; by default
@@ -347,10 +348,9 @@ class Ensemble:
         if replicas.size == 1:
             yield
             return
-        diverges = self._settings.local or self._rounds.explores
-        self._outer.check_join(diverges)
-        if not diverges:
-            self._tail.stop()  # a replica whose data have ended does not see the weights of the others
+        self._outer.check_join(self._settings.local or self._rounds.explores)
+        if not self._settings.local:  # in a round without fan-out a replica whose data have ended has other weights
+            self._tail.stop("as data may end at different steps")
         replicas.arrive(f"step {self._rounds.at.step}")
         with self._joining.within(replicas):
             if self._settings.local:
@@ -366,6 +366,7 @@ class Ensemble:
         The parameter groups hold the bases, so what a controller has moved ends with the ensemble.
         """
         self.closed = True
+        self._tail.release()
         self._values.close()
         self._health.gradients.close()
         self._switch.restore()
@@ -475,7 +476,7 @@ class Ensemble:
         if alarm is not None:
             state["alarm"] = alarm
         begun = self._opened and self._rounds.at.step_in_round > 0
-        return state | self._outer.state_dict(begun=begun) | self._tail.state_dict()
+        return state | self._outer.state_dict(begun=begun) | self._tail.state_dict(self._tensors.which())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from `state_dict()`. Load weights after wrapping the model in DDP, which broadcasts rank 0's.
@@ -489,6 +490,7 @@ class Ensemble:
         if mid_round is not None and (self._settings.diverges or state_dict["progress"].get("noisy")):
             check_same_replica(mid_round, self.replicas)
         self._values.check_state(state_dict["bases"])
+        self._tail.check_state(state_dict, self._tensors.stepped(), self._tensors.which())
         self._steering.load_state_dict(state_dict["controller"])
         self._forget_noise()
         self._judge.reset()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -87,8 +88,17 @@ class Judge:
         return vector
 
     def loss(self, index: int, replicas: Replicas, device: torch.device) -> float:
-        """The loss of weights that all replicas hold on probe `index`: each one scores its share. Collective."""
-        self.begin(index, replicas)
+        """The loss of weights that all replicas hold on probe `index`: each one scores its share. Collective.
+
+        Where the probe of a whole replica raises, the loss is NaN, with a warning: the run goes on.
+        """
+        try:
+            self.begin(index, replicas)
+        except Exception as error:
+            if replicas.sharded:  # the others of this replica wait for it
+                raise
+            self._start = torch.tensor([math.nan, 1.0], dtype=torch.float64)
+            warnings.warn(f"the probe raised {type(error).__name__} at index {index}: {error}", stacklevel=2)
         assert self._start is not None
         table = replicas.gather(self._start.to(device))
         self._start = None

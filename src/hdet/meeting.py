@@ -96,8 +96,12 @@ class Meeting:
     def score(self, number: int) -> float:
         """The loss of the weights, which all replicas hold, on a probe that no round has seen. Collective."""
         self._tensors.reshard()
-        index = self._rounds.at.round + 1 + number
-        return self._judge.loss(index, self._rounds.replicas, self._device(()))
+        at, replicas = self._rounds.at, self._rounds.replicas
+        replicas.arrive(f"the end of the run (step {at.step})")
+        try:
+            return self._judge.loss(at.round + 1 + number, replicas, self._device(()))
+        except LostReplicaError as error:
+            raise error.and_then("the weights of this replica are those of the last step") from error
 
     def follow(self, numbers: Sequence[float], leader: int) -> list[float]:
         """The numbers of replica `leader`, in place of these."""

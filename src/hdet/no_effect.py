@@ -32,10 +32,10 @@ def warn_without_effect(
         warnings.warn(problem, stacklevel=5)
 
 
-def warn_of_probe(controller: Controller, probe: object, wants: Plan, local: bool, at_end: float) -> None:
+def warn_of_probe(controller: Controller, probe: object, wants: Plan, local: bool, tail_average: float) -> None:
     """Warn of a probe that nobody reads, and of a line search where replicas do not lie on a line."""
     problem = None
-    if probe is not None and isinstance(controller, Fixed) and not at_end:
+    if probe is not None and isinstance(controller, Fixed) and not tail_average:
         problem = "the probe costs time and Fixed does not read it: leave it out, or choose another controller"
     elif local and wants.needs_line:
         problem = (

@@ -166,6 +166,8 @@ def read_settings(
         where=where,
         seed=seed,
     )
+    if settings.tail_average:
+        check_shards(optimizers, model, where, gradients)  # what is scored is shared out over the replicas
     no_effect.warn_without_effect(wants, act, bool(explored), settings.interval, total_steps)
     no_effect.warn_of_probe(wants, probe, told, local, settings.tail_average)
     no_effect.warn_of_bases(explored)
@@ -179,7 +181,7 @@ def _tail_average(
     """What the user wants, or what the controller wants where that is possible."""
     if given is not None:
         return tail.check_part(given, total_steps, probe, model)
-    return wanted if tail.unfit(probe, model) is None else 0.0
+    return wanted if wanted and tail.unfit(probe, model) is None else 0.0
 
 
 def _tail_told(given: float | None, wanted: float, probe: object, model: nn.Module | None) -> dict[str, str]:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from hdet.arguments import Rule, check_number
 
 _PROBES = 16  # that the two are compared on: docs/research.md, "The tail average"
-_FAR = 0.5  # of the way to the mean
 _LEAST = 2  # round ends that are worth an average
+_MOST = 1e150  # a loss that is no number to reckon with
 
 _RULE = Rule(lambda x: 0 <= x <= 1, "lie in [0, 1], a part of the run; 0 for none", "0.5")
 
@@ -48,7 +48,7 @@ def unfit(probe: object, model: nn.Module | None) -> str | None:
         return "it needs a probe, which compares it with the last weights (probe=hdet.Probe(...))"
     if model is None:
         return "it needs to know the model (model=model)"
-    if any(module._buffers.get("running_mean") is not None for module in model.modules()):
+    if any(getattr(module, "running_mean", None) is not None for module in model.modules()):
         return "the running statistics of its normalisation would not be those of the averaged weights"
     return None
 
@@ -83,8 +83,8 @@ def compare(last: Sequence[float], average: Sequence[float]) -> Compared:
     False
     """
     gains = [a - b for a, b in zip(last, average, strict=True)]
-    if not all(map(math.isfinite, gains)):
-        return Compared(False, statistics.fmean(last), math.nan, math.nan)
+    if not all(abs(x) < _MOST for x in (*last, *gains)):
+        return Compared(False, math.nan, math.nan, math.nan)
     error = statistics.stdev(gains) / math.sqrt(len(gains))
     gain, error = round(statistics.fmean(gains), 12), round(error, 12)  # 12 digits: equal losses are equal
     return Compared(gain > error, statistics.fmean(last), gain, error)
@@ -102,47 +102,56 @@ class Tail:
 
     def __init__(self, part: float, total_steps: int | None) -> None:
         self._begin = math.inf if not part or total_steps is None else total_steps * (1 - part)
-        self._part = part
-        self._tensors: list[Tensor] = []
+        self._stopped: str | None = None
+        self._given: list[Tensor] = []
+        self._tensors: list[Tensor] = []  # without what lies in the memory of another one
         self._mean: list[Tensor] = []
-        self._count = 0
+        self.reset()
 
     @property
     def active(self) -> bool:
         """Whether it does anything."""
-        return self._begin < math.inf
+        return self._begin < math.inf and self._stopped is None
 
-    def stop(self) -> None:
+    def stop(self, reason: str) -> None:
         """Do nothing from now on, and give the memory back."""
-        self._begin = math.inf
-        self._tensors, self._mean, self._count = [], [], 0
+        if self.active:
+            self._stopped = reason
+        self.release()
 
     def reset(self) -> None:
         """Begin anew: what was averaged so far does not count."""
-        self._count = 0
+        self._count, self._since, self._until = 0, 0, -1
+
+    def release(self) -> None:
+        """Begin anew, and give the memory back until it is needed again."""
+        self.reset()
+        self._given, self._tensors, self._mean = [], [], []
 
     @torch.no_grad()
     def reserve(self, tensors: Sequence[Tensor]) -> None:
         """Have memory for the mean of these; begin anew where they are not those of the last time."""
-        if not self.active or _same(self._tensors, tensors):
+        if not self.active or _same(self._given, tensors):
             return
-        self._mean = []  # the old memory first
-        self._tensors = list(tensors)
-        self._mean = [torch.zeros_like(t, dtype=_wide(t), requires_grad=False) for t in tensors]
-        self._count = 0
+        self.release()  # the old memory first
+        self._given, self._tensors = list(tensors), _apart(tensors)
+        self._mean = [torch.zeros_like(t, dtype=_wide(t), requires_grad=False) for t in self._tensors]
 
     @torch.no_grad()
     def add(self, tensors: Sequence[Tensor], step: int) -> None:
         """Count the weights that a round has ended with at `step`, the same on all replicas. Sends nothing."""
-        if step <= self._begin:
+        if not self.active or step <= max(self._begin, self._until):
             return
         self.reserve(tensors)
-        self._count += 1
+        self._count, self._until = self._count + 1, step
         if self._count == 1:  # a copy: what is left in the memory may not be finite
-            torch._foreach_copy_(self._mean, list(tensors))
-            return
-        wide = [t.to(mean.dtype) for t, mean in zip(tensors, self._mean, strict=True)]
-        torch._foreach_lerp_(self._mean, wide, 1 / self._count)
+            self._since = step
+            torch._foreach_copy_(self._mean, self._tensors)
+        elif all(t.dtype == mean.dtype for t, mean in zip(self._tensors, self._mean, strict=True)):
+            torch._foreach_lerp_(self._mean, self._tensors, 1 / self._count)
+        else:  # one after another, that there is no other copy of them all
+            for tensor, mean in zip(self._tensors, self._mean, strict=True):
+                mean.lerp_(tensor.to(mean.dtype), 1 / self._count)
 
     def settle(self, score: Callable[[int], float], act: bool = True) -> str | None:
         """When the run ends: leave the better of the last weights and the tail average. Collective where `score` is.
@@ -152,29 +161,36 @@ class Tail:
             act: False to leave the last weights whatever comes out.
 
         Returns:
-            What was found, in words; None if nothing was compared.
+            What was found, in words; None if there was nothing to find.
         """
-        if self._count < _LEAST:
-            self.reset()
+        if self._stopped is not None:
+            return f"tail average: none, {self._stopped}"
+        if not self.active:
             return None
-        count = self._count
-        self.reset()
-        self._go_back()
+        count, since = self._count, self._since
+        if count < _LEAST:
+            self.release()
+            return f"tail average: none, as {count} rounds have ended since step {self._begin:g}"
+        self._meet_half_way()
         last, average = [], []
         for number in range(_PROBES):
             last.append(score(number))
             with self._swapped():
                 average.append(score(number))
+            if not math.isfinite(last[-1] - average[-1]):  # that is the answer
+                break
         found = compare(last, average)
         if found.better and act:
             self._swap()
-        return _tell(found, act, self._part, count)
+        self.release()
+        return _tell(found, act, f"half of the way to the mean of {count} round ends since step {since}")
 
     @torch.no_grad()
-    def _go_back(self) -> None:
-        """From the mean towards the last weights, in place."""
+    def _meet_half_way(self) -> None:
+        """Turn the mean into the average, in place."""
         for mean, tensor in zip(self._mean, self._tensors, strict=True):
-            mean.lerp_(tensor.to(mean.dtype), 1 - _FAR)
+            mean.lerp_(tensor.to(mean.dtype), 0.5)
+        self.reset()  # an error from now on leaves the last weights, and nothing to compare
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
@@ -192,34 +208,51 @@ class Tail:
             tensor.copy_(mean)
             mean.copy_(kept)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The mean so far, the same on all replicas; nothing before there is one."""
-        return {"tail": {"count": self._count, "mean": [t.clone() for t in self._mean]}} if self._count else {}
+    def state_dict(self, trained: Sequence[int]) -> dict[str, Any]:
+        """The mean so far, the same on all replicas; nothing before there is one.
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any], tensors: Sequence[Tensor]) -> None:
-        """Go on from `state_dict()`; other entries of `state` are left alone.
+        Args:
+            trained: which parameters are trained, to tell others from them.
+        """
+        if not self._count:
+            return {}
+        told = {"count": self._count, "since": self._since, "until": self._until, "trained": list(trained)}
+        return {"tail": {**told, "mean": [t.clone() for t in self._mean]}}
+
+    def check_state(self, state: dict[str, Any], tensors: Sequence[Tensor], trained: Sequence[int]) -> None:
+        """Raise if `load_state_dict` could not go on from this.
 
         Raises:
             ValueError: if it was saved for other parameters.
         """
         saved = state.get("tail")
-        self.reset()
         if saved is None or not self.active:
             return
-        if [t.shape for t in saved["mean"]] != [t.shape for t in tensors]:
+        same = saved["trained"] == list(trained) and [t.shape for t in saved["mean"]] == [
+            t.shape for t in _apart(tensors)
+        ]
+        if not same:
             raise ValueError(
-                "the saved tail average is that of another model; resume with the same model, and the same layers "
-                "frozen, or write tail_average=0"
+                "the saved tail average is that of another model, of other layers, or sharded in another way; resume "
+                "with the same model, frozen and sharded as before, or write tail_average=0"
             )
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+        """Go on from `state_dict()`; other entries of `state` are left alone.
+
+        What was counted too early for this run, which may be longer, does not count: it begins anew.
+        """
+        saved = state.get("tail")
+        self.reset()
+        if saved is None or not self.active or saved["since"] <= self._begin:
+            return
         self.reserve(tensors)
-        self._count = int(saved["count"])
-        for mean, value in zip(self._mean, saved["mean"], strict=True):
-            mean.copy_(value)
+        self._count, self._since, self._until = (int(saved[name]) for name in ("count", "since", "until"))
+        torch._foreach_copy_(self._mean, list(saved["mean"]))
 
 
-def _tell(found: Compared, act: bool, part: float, count: int) -> str:
-    what = f"half of the way to the mean of {count} round ends in the last {100 * part:.0f} % of the run"
+def _tell(found: Compared, act: bool, what: str) -> str:
     if not math.isfinite(found.gain):
         return f"tail average: left, {what}: its loss or that of the last weights is not finite"
     percent = 100 / abs(found.loss) if found.loss else math.nan
@@ -232,9 +265,24 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those whose memory is not within that of another one: what is swapped twice would not come back."""
+    kept: set[int] = set()
+    device, end = None, 0
+    for tensor in sorted(tensors, key=lambda t: (str(t.device), t.data_ptr(), -t.nbytes)):
+        if tensor.device != device:
+            device, end = tensor.device, 0
+        if tensor.data_ptr() + tensor.nbytes > end:
+            kept.add(id(tensor))
+            end = tensor.data_ptr() + tensor.nbytes if tensor.is_contiguous() else end
+    return [t for t in tensors if id(t) in kept]
+
+
 def _same(held: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-    """Whether these share their memory; the objects, views of expanded tensors and of parts, are made anew."""
-    return list(map(_place, held)) == list(map(_place, tensors))
+    """Whether these share their memory; views of expanded tensors and of parts are objects made anew."""
+    return len(held) == len(tensors) and all(
+        a is b or _place(a) == _place(b) for a, b in zip(held, tensors, strict=True)
+    )
 
 
 def _place(tensor: Tensor) -> tuple[int, torch.Size, torch.dtype]:

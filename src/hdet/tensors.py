@@ -76,6 +76,10 @@ class Tensors:
         found = [*self.parameters(), *self.followers()]
         return list({id(t): t for t in found}.values())
 
+    def which(self) -> list[int]:
+        """Which of all that the optimizers hold is trained now."""
+        return [number for number, p in enumerate(self.trained()) if p.requires_grad]
+
     def buffers(self) -> list[Tensor]:
         """All buffers of the model, whatever their dtype."""
         return [] if self._model is None else list(self._model.buffers())

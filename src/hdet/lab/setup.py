@@ -69,8 +69,14 @@ def charged_steps(options: RunOptions, task: Task, model: nn.Module, found: Foun
     steps = max(1, math.floor(left))
     while True:  # shorter runs have shorter rounds, so this only ever falls
         plan: Plan = make_controller(options, steps, found is not None).plan(list(options.explored()), steps)
-        part = plan.tail_average if options.tail_average is None else options.tail_average
+        wanted = plan.tail_average if any(options.explored().values()) else 0.0
+        part = wanted if options.tail_average is None else options.tail_average
         end = Ensemble.probes_at_end(part, make_probe(options, task), model) * _PROBE_BATCHES / 3
+        if left - end < 1:
+            raise LabError(
+                f"what is compared when the run ends costs all of the {task.steps} steps; take a longer run, or leave "
+                "--charge or --tail-average out"
+            )
         paid = max(1, math.floor((left - end) / (1 + _probing(options, plan, steps))))
         if paid >= steps:
             return steps
