@@ -51,10 +51,10 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def start(gradients, **options):
+def start(gradients, kind=optim.AdamW, **options):
     mesh = make_mesh()
     model = shard(network(), mesh if gradients == "shared" else mesh["shard"])
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = kind(model.parameters(), lr=1e-2)
     schedule = optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, STEPS)
     ensemble = hdet.Ensemble(
         optimizer, [hdet.learning_rate(optimizer, spread=SPREAD)], interval=INTERVAL, model=model, mesh=mesh,
@@ -203,16 +203,16 @@ def load(path, parts):
     loaded = hdet.load(path, {"scheduler": schedule, "ensemble": ensemble})
     with ensemble.saving():
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.load({hdet.replica_key(ensemble): state}, checkpoint_id=f"{path}/{loaded.values['sharded']}")
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        dcp.load({hdet.replica_key(ensemble): state}, checkpoint_id=f"{path}/{loaded.values['sharded']}")
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-def resumed(path, at, gradients):
-    whole_run = start(gradients, total_steps=STEPS, outer_step=0.5)
+def resumed(path, at, gradients, kind=optim.AdamW):
+    whole_run = start(gradients, kind, total_steps=STEPS, outer_step=0.5)
     train(whole_run, range(at))
     save(path, whole_run)
     after = train(whole_run, range(at, STEPS))
-    again = start(gradients, total_steps=STEPS, outer_step=0.5)
+    again = start(gradients, kind, total_steps=STEPS, outer_step=0.5)
     load(path, again)
     key = hdet.replica_key(again[3])
     assert train(again, range(at, STEPS)) == after
@@ -224,6 +224,7 @@ def resumed(path, at, gradients):
 
 def resumes(path):
     """At a round's end, and in mid-round: one key for all, and one for each replica."""
+    resumed(f"{path}/sgd", 6, "shared", optim.SGD)  # without any state, which torch looks for with every load
     return [resumed(f"{path}/{at}{how}", at, how) for at, how in ((4, "shared"), (6, "shared"), (6, "local"))]
 
 
