@@ -77,16 +77,15 @@ class Compared(NamedTuple):
 def compare(last: Sequence[float], average: Sequence[float]) -> Compared:
     """What the losses of the last weights and of the tail average say, by probe; two at least.
 
-    >>> compare([1.0, 2.0, 3.0], [0.9, 1.9, 2.9])
-    Compared(better=True, loss=2.0, gain=0.1, error=0.0)
+    >>> compare([1.0, 2.0, 3.0], [0.5, 1.5, 2.5])
+    Compared(better=True, loss=2.0, gain=0.5, error=0.0)
     >>> compare([1.0, 2.0], [0.5, 2.4]).better
     False
     """
     gains = [a - b for a, b in zip(last, average, strict=True)]
     if not all(abs(x) < _MOST for x in (*last, *gains)):
         return Compared(False, math.nan, math.nan, math.nan)
-    error = statistics.stdev(gains) / math.sqrt(len(gains))
-    gain, error = round(statistics.fmean(gains), 12), round(error, 12)  # 12 digits: equal losses are equal
+    gain, error = statistics.fmean(gains), statistics.stdev(gains) / math.sqrt(len(gains))
     return Compared(gain > error, statistics.fmean(last), gain, error)
 
 
