@@ -659,7 +659,7 @@ class Ensemble:
         self._outer.take()
         if verdict == "best":
             self._recovery.keep()
-        if not self._rounds.at.finished:
+        if self._tail.active and not self._rounds.at.finished:
             self._tail.add(self._tensors.stepped(), self._rounds.at.step)
         if self._rounds.over or self._finishing:
             records = self._settle_tail(records)
