@@ -124,7 +124,7 @@ def rounds_of_all_kinds():
     # after the end the steps are plain, and the replicas stay equal, known to be so
     train(model, o, ensemble, 3, first=11)
     assert all_equal(model.parameters())
-    assert ensemble._equal
+    assert ensemble._engine.equal
     assert ensemble.multipliers == {"learning_rate": 1.0}
     ensemble.finish()
     assert len(records) == 4
@@ -219,7 +219,7 @@ def test_modules_that_follow_the_weights_are_averaged_along():
 def accumulated(micro):
     model, o, ensemble = make(interval=2)
     scores = []
-    ensemble._on_round = (lambda r: scores.append(r.scores),)
+    ensemble._engine._on_round = (lambda r: scores.append(r.scores),)
     train(model, o, ensemble, 4, micro=micro)
     return ensemble.state_dict()["progress"], scores
 
@@ -612,9 +612,9 @@ def test_resuming_without_a_state_and_beyond_the_end():
         assert not middle.mid_round
         assert "mid_round" not in middle.state_dict()
         o.step()
-        middle._count()
+        middle._engine.count()
         assert middle.mid_round
-        assert not middle._rounds.full  # three of its four steps were taken elsewhere
+        assert not middle._engine.rounds.full  # three of its four steps were taken elsewhere
 
 
 def test_the_base_of_a_joint_learning_rate_is_that_of_one_group():
@@ -625,7 +625,7 @@ def test_the_base_of_a_joint_learning_rate_is_that_of_one_group():
         ensemble = hdet.Ensemble(o, interval=4)
         o.step()
         o.param_groups[0]["lr"], o.param_groups[1]["lr"] = 5.0, 0.09
-        seen = ensemble._recorder.observe(ensemble.scales)["learning_rate"]
+        seen = ensemble._engine.recorder.observe(ensemble.scales)["learning_rate"]
         assert (seen.base, seen.next_base) == (0.1, 0.09)
 
 

@@ -393,7 +393,7 @@ def test_a_probe_makes_auto_the_default_and_fixed_does_not_read_one():
     model = nn.Linear(3, 1)
     o = optim.SGD(model.parameters(), lr=1e-3)
     probe = hdet.Probe(Data(), loss_fn, size=16)
-    assert isinstance(hdet.Ensemble(o, total_steps=50, model=model, probe=probe)._steering.controller, hdet.Auto)
+    assert isinstance(hdet.Ensemble(o, total_steps=50, model=model, probe=probe)._engine.steering.controller, hdet.Auto)
     with pytest.warns(UserWarning, match="Fixed does not read it"):
         hdet.Ensemble(o, total_steps=50, model=model, probe=probe, controller=hdet.Fixed())
     with pytest.warns(UserWarning, match="do not lie on a line"):

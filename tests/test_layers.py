@@ -1,4 +1,4 @@
-"""The direction of imports, read from the source: leaves, then converge and the like, ensemble, one_cycle."""
+"""The direction of imports, read from the source: leaves, then converge and the like, engine, ensemble, one_cycle."""
 
 import ast
 import os
@@ -61,10 +61,16 @@ MAY_IMPORT = {
     },
     "guard": {"board", "converge", "hooks", "judge", "replicas", "rounds", "settings", "tensors"},
     "meeting": {"agreement", "converge", "guard", "joining", "judge", "replicas", "rounds", "settings", "tensors"},
+    "engine": {
+        "agreement", "controllers", "guard", "joining", "judge", "local_gradients", "meeting", "no_effect",
+        "outer_step", "range_test", "record", "recording", "rollback", "rounds", "settings", "tail", "tensors",
+        "values", "warm_init",
+    },
+    "resume": {"agreement", "engine"},
     "ensemble": {
-        "agreement", "assignment", "checks", "controllers", "converge", "guard", "hooks", "hyperparameters", "joining",
-        "judge", "local_gradients", "meeting", "no_effect", "outer_step", "probe", "range_test", "record", "recording",
-        "replicas", "rollback", "rounds", "score", "settings", "tail", "tensors", "values", "warm_init",
+        "agreement", "assignment", "checks", "controllers", "converge", "engine", "hooks", "hyperparameters", "joining",
+        "judge", "local_gradients", "outer_step", "probe", "range_test", "record", "replicas", "resume", "rollback",
+        "score", "settings", "tail",
     },
     "checkpoint": {"arguments", "ensemble", "hooks", "replicas", "restore"},
     "integrations": {"checkpoint", "ensemble", "hooks", "hyperparameters", "record", "replicas"},

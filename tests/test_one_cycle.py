@@ -162,7 +162,7 @@ def test_ways_to_pass_a_loss(loss, keyword):
         else:
             take(s, loss)
         assert s.last_epoch == 1
-        assert s.ensemble._judge.score.mean(torch.device("cpu")).item() == 1.0
+        assert s.ensemble._engine.judge.score.mean(torch.device("cpu")).item() == 1.0
 
 
 def test_an_int_is_an_epoch():

@@ -233,7 +233,7 @@ def rolls_back():
         optimizer=optim.SGD,
     )  # fmt: skip
     ensemble, records = made["ensemble"], []
-    ensemble._on_round = (records.append,)
+    ensemble._engine._on_round = (records.append,)
     before = {step + 4: train(made, range(step, step + 4)) for step in (0, 4)}
     with torch.no_grad():
         for p in made["model"].parameters():

@@ -318,7 +318,7 @@ def test_a_rollback_changes_nothing_of_what_auto_picks():
     plain = hdet.Ensemble(o, [hdet.weight_decay(o)], **options)
     plain.close()
     guarded = hdet.Ensemble(o, [hdet.weight_decay(o)], rollback=hdet.Rollback(), **options)
-    assert (guarded.interval, guarded.design, guarded._outer.amount) == (plain.interval, plain.design, 1.0)
+    assert (guarded.interval, guarded.design, guarded._engine.outer.amount) == (plain.interval, plain.design, 1.0)
 
 
 def odd_moments():

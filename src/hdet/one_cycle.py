@@ -65,7 +65,7 @@ class OneCycleAutoLR(OneCycleLR):
     the like no loss reaches it: use `hdet.Ensemble` beside them.
 
     Attributes:
-        ensemble: the engine: `consensus()`, `converge()`, `mid_round` and more.
+        ensemble: the `hdet.Ensemble` behind it: `consensus()`, `converge()`, `mid_round` and more.
 
     Example::
 
