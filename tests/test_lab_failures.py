@@ -248,6 +248,25 @@ def test_a_signal_while_it_starts_is_one_line(tmp_path, processes):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_signal_while_a_process_is_started_is_heard_afterwards():
+    """By this one. The other never hears it: it may be in the midst of an import."""
+    script = (
+        "import os, signal, subprocess, sys\n"
+        "from hdet.lab import launch\n"
+        "try:\n"
+        "    with launch._deaf():\n"
+        "        child = subprocess.Popen([sys.executable, '-c', 'print(input())'], stdin=subprocess.PIPE, text=True)\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        child.send_signal(signal.SIGINT)\n"
+        "        print('started', flush=True)\n"
+        "except KeyboardInterrupt:\n"
+        "    child.communicate('lives')\n"
+        "    print('heard')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.split() == ["started", "lives", "heard"], done.stderr
+
+
 def test_a_folder_in_use_is_refused(tmp_path, capsys):
     (tmp_path / "thesis.tex").touch()
     assert cli.main(["train", "text", "--folder", str(tmp_path)]) == 1

@@ -6,11 +6,11 @@ import contextlib
 import logging
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import shlex
 import signal
 import tempfile
-import threading
 import traceback
 import uuid
 from collections.abc import Iterator, Sequence
@@ -36,6 +36,7 @@ def prepare(processes: bool = True) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
     if processes and _METHOD == "forkserver":
         multiprocessing.set_forkserver_preload(_PRELOADED)
+        multiprocessing.resource_tracker.ensure_running()  # which unblocks what _deaf() blocks
         with _deaf():
             multiprocessing.forkserver.ensure_running()
 
@@ -65,15 +66,15 @@ def launch(jobs: Sequence[Job], *, one_process: bool = False) -> None:
 
 @contextlib.contextmanager
 def _deaf() -> Iterator[None]:
-    """Processes that start within it ignore Ctrl-C from their first instruction on, in place of a traceback."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals belong to the main thread
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Processes that start within it do not hear Ctrl-C until they ask for it, in place of a traceback.
+
+    This one hears afterwards what was sent meanwhile.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _launch_threads(jobs: Sequence[Job], size: int) -> None:
@@ -112,6 +113,7 @@ def _launch_processes(jobs: Sequence[Job], size: int) -> None:
         )
         with _interruptible(jobs), _quiet():
             try:
+                _await_imports()
                 elastic_launch(config, work)(list(jobs))
             except ChildFailedError as error:
                 raise _explained(error) from None
@@ -119,6 +121,18 @@ def _launch_processes(jobs: Sequence[Job], size: int) -> None:
                 raise KeyboardInterrupt from None
             finally:
                 _end_children(before)
+
+
+def _await_imports() -> None:
+    """Wait for the process that replicas are forked from, which imports torch.
+
+    A replica that is asked for before can be interrupted while it waits to be forked, and would then begin in spite of
+    it and find nothing of what it was given.
+    """
+    if _METHOD == "forkserver":
+        first = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+        first.start()
+        first.join()
 
 
 def _explained(error: Exception) -> LabError:

@@ -20,6 +20,7 @@ from torch import nn
 
 from hdet import Ensemble, find_replicas
 from hdet.lab.setup import device
+from hdet.lab.worker import end_at_once
 
 PARAMETERS = (1 << 12, 1 << 20, 1 << 22, 1 << 24)
 """How many are averaged: from what is all latency to four buckets."""
@@ -78,6 +79,7 @@ def measure(sizes: Sequence[int], parameters: Sequence[int] = PARAMETERS, turns:
 
 
 def _replica(rank: int, size: int, folder: str, parameters: Sequence[int], turns: int) -> None:
+    end_at_once()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     store = dist.FileStore(f"{folder}/store", size)  # type: ignore[attr-defined]

@@ -53,9 +53,7 @@ def perform(job: Job) -> None:
 
 def work(jobs: Sequence[Job]) -> None:
     """One run after the other, together with the other replicas; the whole life of a process."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)  # ends at once even while it waits for the others
+    end_at_once()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     join()
     try:
@@ -68,6 +66,16 @@ def work(jobs: Sequence[Job]) -> None:
         raise
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def end_at_once() -> None:
+    """From now on Ctrl-C and SIGTERM end this process, even while it waits for the others."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+        if hasattr(signal, "pthread_sigmask"):  # the process that it was forked from does not hear them
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def join() -> None:
