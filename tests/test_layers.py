@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "record": set(),
     "sink": {"record", "replicas"},
     "json_lines": {"record", "sink"},
-    "replay": {"arguments", "hooks", "record"},
+    "replay": {"arguments", "hooks", "record", "tail"},
     "progress": {"record", "sink"},
     "trackers": {"record", "sink"},
     "report": {"controllers", "json_lines", "record", "replay"},

@@ -114,7 +114,10 @@ def test_a_schedule_of_another_way_to_train_is_replayed_with_a_warning(learned):
     nesterov = {"outer_step": 0.05, "outer_momentum": 0.9, "gradients": "shared"}
     with pytest.warns(UserWarning, match=r"outer_step=hdet.Nesterov\(0.05, 0.9\)"):
         hdet.ReplayLR(make()[1], {**schedule, **nesterov})
-    for known in ({"outer_step": 1.0, "gradients": "shared"}, {"outer_step": None, "gradients": None}):
+    plain = {"outer_step": 1.0, "gradients": "shared"}
+    with pytest.warns(UserWarning, match=r"hdet.Ensemble\(..., tail_average=0.5\)"):
+        hdet.ReplayLR(make()[1], {**schedule, **plain, "tail_average": True})
+    for known in ({**plain, "tail_average": False}, {"outer_step": None, "gradients": None}):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             hdet.ReplayLR(make()[1], {**schedule, **known})

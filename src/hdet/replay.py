@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hdet.arguments import check_count
 from hdet.hooks import unwrap
 from hdet.record import RoundRecord
+from hdet.tail import was_taken
 
 VERSION = 1
 _KIND = "hdet-schedule"
@@ -56,6 +57,7 @@ def make_schedule(records: Iterable[RoundRecord]) -> dict[str, Any]:
     steps = rounds[-1].step if ended or rounds[-1].total_steps is None else rounds[-1].total_steps
     about = {"kind": _KIND, "version": VERSION, "total_steps": steps, "complete": ended}
     how = {name: getattr(rounds[-1], name) for name in ("outer_step", "outer_momentum", "gradients")}
+    how["tail_average"] = was_taken(rounds[-1].events)
     return {**about, **how, "hyperparameters": schedules}
 
 
@@ -69,7 +71,7 @@ class ReplayLR(LRScheduler):
     is a tensor holds what fits into it: a float32 one is rounded to about seven digits.
 
     What a run has learned with an outer step, or with local gradients, holds for training like that: elsewhere it is
-    another schedule, and there is a warning.
+    another schedule, and there is a warning. So there is if the run ended with its tail average.
 
     Args:
         optimizer: with as many parameter groups as in the run.
@@ -220,6 +222,11 @@ def notices(told: Mapping[str, Any]) -> list[str]:
         found.append(
             "the schedule was learned with local gradients, where each replica steps on its own part of the batch; "
             'replay it with the same: hdet.Ensemble(..., gradients="local")'
+        )
+    if told.get("tail_average"):
+        found.append(
+            "the run ended with its tail average, half of the way to the mean of the weights of its last rounds, which "
+            "no schedule replays; average them as well: hdet.Ensemble(..., tail_average=0.5)"
         )
     return found
 

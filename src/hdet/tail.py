@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ _PROBES = 16  # that the two are compared on: docs/research.md, "The tail averag
 _LEAST = 2  # round ends that are worth an average
 _MOST = 1e150  # a loss that is no number to reckon with
 
+_TAKEN = "tail average: taken"
 _RULE = Rule(lambda x: 0 <= x <= 1, "lie in [0, 1], a part of the run; 0 for none", "0.5")
 
 
@@ -51,6 +52,11 @@ def unfit(probe: object, model: nn.Module | None) -> str | None:
     if any(getattr(module, "running_mean", None) is not None for module in model.modules()):
         return "the running statistics of its normalisation would not be those of the averaged weights"
     return None
+
+
+def was_taken(events: Iterable[str]) -> bool:
+    """Whether the record of a run's last round says that the run ended with its tail average."""
+    return any(event.startswith(_TAKEN) for event in events)
 
 
 def probes_at_end(part: float, probe: object, model: nn.Module | None) -> int:
@@ -256,7 +262,9 @@ def _tell(found: Compared, act: bool, what: str) -> str:
         return f"tail average: left, {what}: its loss or that of the last weights is not finite"
     percent = 100 / abs(found.loss) if found.loss else math.nan
     how = f"probe loss {found.loss:.4g}, {-percent * found.gain:+.2f} +- {percent * found.error:.2f} % with it"
-    done = ("taken" if act else "would be taken") if found.better else "left, the last weights stay"
+    if found.better and act:
+        return f"{_TAKEN}; {what} ({how})"
+    done = "would be taken" if found.better else "left, the last weights stay"
     return f"tail average: {done}; {what} ({how})"
 
 
