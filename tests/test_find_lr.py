@@ -255,7 +255,10 @@ def test_any_optimizer(name):
     assert low < high
     rose = high < found.fine[-1][0]
     assert found.whole == (min(low, high / 16) if rose else low, high)
-    assert found.rate == float(found) == pytest.approx(0.5 * math.sqrt(found.whole[0] * high))
+    width = math.log(high / low) / math.log(16)
+    factor = 2 ** min(max(2 * width - 1, 0), 1) / 2 if isinstance(optimizer, optim.SGD) else 0.5
+    assert found.factor == pytest.approx(factor)
+    assert found.rate == float(found) == pytest.approx(factor * math.sqrt(found.whole[0] * high))
     assert f"{found:.3g}" == f"{found.rate:.3g}"
     assert f"{found}" == str(found)
     assert ("narrow, so counted" in str(found)) is (rose and high < 16 * low)
@@ -287,6 +290,14 @@ def test_groups_and_optimizers_keep_their_ratios_and_the_peak_is_the_reference()
     assert found.rates[0] == (pytest.approx(found.rate), 0.0)
     assert found.rates[1] == (pytest.approx(2.5 * found.rate),)
     assert found.scale == pytest.approx(found.rate / 4e-3)
+
+
+def test_sgd_beside_another_optimizer_counts_as_the_other():
+    model = make(kind=plain_net)
+    first, *others = model.parameters()
+    alone = find(model, optim.SGD(model.parameters(), lr=0.1))
+    assert 0.5 < alone.factor <= 1.0, "losses are low over a wide range here"
+    assert find(model, [optim.SGD([first], lr=0.1), optim.Adam(others, lr=0.1)]).factor == 0.5
 
 
 def test_a_warm_up_from_zero():

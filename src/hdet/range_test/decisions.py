@@ -165,17 +165,27 @@ def is_dead(values: Sequence[float], first: float) -> bool:
     return last > 1.02 * first or (best < 0.95 * first and last > best + 0.5 * (first - best))
 
 
-def default_factor(outer_step: float, fine: Fine) -> float:
+def default_factor(outer_step: float, fine: Fine, sgd_width: float = 1.0) -> float:
     """What sqrt(lo hi) is multiplied by: 0.5, 1.0 with an outer step of 1/2 or less, geometric between. A steeper ramp
     lives through rates that are higher in proportion; the root of that is taken back.
+
+    Args:
+        outer_step: that of the run to come.
+        fine: the ramp.
+        sgd_width: with SGD, hi / lo. Where that is as wide as the valley of the ramp it is 1.0, 0.5 from its root
+            downwards, geometric between: the steps of SGD grow with the gradient, which is largest at the initial
+            weights, so a ramp dies there of rates that suit the run to come.
 
     >>> default_factor(1.0, Fine()), default_factor(0.5, Fine()), round(default_factor(0.75, Fine()), 3)
     (0.5, 1.0, 0.707)
     >>> round(default_factor(1.0, Fine(2000)), 3)
     0.354
+    >>> [round(default_factor(1.0, Fine(), width), 3) for width in (4.0, 8.0, 16.0, 100.0)]
+    [0.5, 0.707, 1.0, 1.0]
     """
     (low, high), (widest, plain) = _OUTER_STEPS, _FACTORS
-    part = (max(outer_step, low) - low) / (high - low)
+    wide = min(max(2 * math.log(sgd_width) / math.log(fine.valley) - 1, 0.0), 1.0)
+    part = (max(outer_step, low) - low) / (high - low) * (1 - wide)
     return float(widest ** (1 - part) * plain**part * math.sqrt(_GROWTH / fine.growth))
 
 
