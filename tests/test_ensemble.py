@@ -885,3 +885,17 @@ def test_two_replicas_are_too_few_for_a_line_search_by_group(controller):
     assert sum(map(len, told)) >= 1
     assert not any(hdet.in_process(searched_by_two, 2, controller, False))
     assert not any(hdet.in_process(searched_by_two, 3, controller, True))
+
+
+def test_a_close_that_fails_leaves_no_hook_behind(monkeypatch):
+    model = nn.Linear(2, 1)
+    ensemble = hdet.Ensemble(torch.optim.SGD(model.parameters(), lr=0.1), total_steps=4, model=model)
+    assert model._state_dict_pre_hooks
+
+    def fail():
+        raise RuntimeError("the process group is gone")
+
+    monkeypatch.setattr(ensemble._engine.rounds, "close", fail)
+    with pytest.raises(RuntimeError, match="is gone"):
+        ensemble.close()
+    assert not model._state_dict_pre_hooks

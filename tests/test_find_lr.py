@@ -440,7 +440,8 @@ def test_a_second_ramp_that_begins_too_high_begins_again_lower(monkeypatch, too_
 
 def test_what_was_found_can_be_read_printed_and_drawn(tmp_path):
     model = make(kind=plain_net)
-    found = find(model, optim.Adam(model.parameters(), lr=1e-3), factor=2.0)
+    found = find(model, optim.Adam(model.parameters(), lr=1e-3), factor=np.float32(2.0))
+    assert type(found.rate) is type(found.factor) is float
     assert f"learning rate {found.rate:.3g}" in str(found)
     assert "\n" not in str(found)
     assert found.factor == 2.0

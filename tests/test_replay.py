@@ -115,9 +115,9 @@ def test_a_schedule_of_another_way_to_train_is_replayed_with_a_warning(learned):
     with pytest.warns(UserWarning, match=r"outer_step=hdet.Nesterov\(0.05, 0.9\)"):
         hdet.ReplayLR(make()[1], {**schedule, **nesterov})
     plain = {"outer_step": 1.0, "gradients": "shared"}
-    with pytest.warns(UserWarning, match=r"hdet.Ensemble\(..., tail_average=0.5\)"):
-        hdet.ReplayLR(make()[1], {**schedule, **plain, "tail_average": True})
-    for known in ({**plain, "tail_average": False}, {"outer_step": None, "gradients": None}):
+    with pytest.warns(UserWarning, match=r"tail_average= of hdet.Ensemble"):
+        hdet.ReplayLR(make()[1], {**schedule, **plain, "tail_average_taken": True})
+    for known in ({**plain, "tail_average_taken": False}, {"outer_step": None, "gradients": None}):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             hdet.ReplayLR(make()[1], {**schedule, **known})

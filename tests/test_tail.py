@@ -87,7 +87,7 @@ def test_noise_is_averaged_out_half_of_the_way():
         "tail average: taken; half of the way to the mean of 10 round ends since step 33 (probe loss"
     )
     assert parts[3][-1].probe_seconds > 0
-    assert hdet.make_schedule(parts[3])["tail_average"] is True
+    assert hdet.make_schedule(parts[3])["tail_average_taken"] is True
 
 
 def test_what_still_learns_is_left_bit_for_bit():
@@ -103,7 +103,7 @@ def test_it_can_be_observed_only():
     parts = make(act=False)
     assert torch.equal(train(parts), last)
     assert any(event.startswith("tail average: would be taken") for event in parts[3][-1].events)
-    assert hdet.make_schedule(parts[3])["tail_average"] is False
+    assert hdet.make_schedule(parts[3])["tail_average_taken"] is False
 
 
 @pytest.mark.parametrize(

@@ -288,8 +288,8 @@ class Ensemble:
 
         The parameter groups hold the bases, so what a controller has moved ends with the ensemble.
         """
-        self._engine.close()
         self._hooks.remove()
+        self._engine.close()
 
     # What can be seen
 

@@ -57,7 +57,7 @@ def make_schedule(records: Iterable[RoundRecord]) -> dict[str, Any]:
     steps = rounds[-1].step if ended or rounds[-1].total_steps is None else rounds[-1].total_steps
     about = {"kind": _KIND, "version": VERSION, "total_steps": steps, "complete": ended}
     how = {name: getattr(rounds[-1], name) for name in ("outer_step", "outer_momentum", "gradients")}
-    how["tail_average"] = was_taken(rounds[-1].events)
+    how["tail_average_taken"] = was_taken(rounds[-1].events)
     return {**about, **how, "hyperparameters": schedules}
 
 
@@ -223,10 +223,10 @@ def notices(told: Mapping[str, Any]) -> list[str]:
             "the schedule was learned with local gradients, where each replica steps on its own part of the batch; "
             'replay it with the same: hdet.Ensemble(..., gradients="local")'
         )
-    if told.get("tail_average"):
+    if told.get("tail_average_taken"):
         found.append(
             "the run ended with its tail average, half of the way to the mean of the weights of its last rounds, which "
-            "no schedule replays; average them as well: hdet.Ensemble(..., tail_average=0.5)"
+            "no schedule replays; for the same, average them as well: tail_average= of hdet.Ensemble"
         )
     return found
 

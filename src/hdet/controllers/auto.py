@@ -40,7 +40,7 @@ class Auto:
         short: the most steps of a short run.
         finds: whether the rate of a long run is to be found; False if you know it.
         outer_step: how much of a round's way is taken at converge in long runs with a learning rate. A half forgives
-            rates that are too high, and the rate that is found is twice as high for it: docs/research.md.
+            rates that are too high, and the rate that is found is higher for it: docs/research.md.
         tail_average: in those runs, from 2,000 steps on, the part at the end whose round ends are averaged; the probe
             tells when the run ends whether half of the way to that mean is better than the last weights. 0 for none,
             which saves a copy of the weights.

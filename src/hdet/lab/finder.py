@@ -36,8 +36,7 @@ def find_rate(options: RunOptions, folder: str | Path) -> dict[str, Any]:
     peak_lr = task.peak_lr if options.peak_lr is None else options.peak_lr
     model = data_parallel(task.model().to(device()))
     found = find(options, task, model, task.optimizer(model, peak_lr, options.optimizer))
-    outer = {"rate_outer_half": 2 * found.rate}  # find_lr's factor is twice as high there
-    result = {**result_of(options, task, peak_lr, found), **outer}
+    result = result_of(options, task, peak_lr, found)
     if files is not None:
         write(result, found, files)
     return result
@@ -75,7 +74,6 @@ def show(result: dict[str, Any], folder: Path) -> str:
     (low, high), (lower, _) = result["interval"], result["whole"]
     rows = [
         ["learning rate", f"{result['rate']:.3g}"],
-        ["with an outer step of 1/2", f"{result['rate_outer_half']:.3g}"],
         ["losses were low", f"{low:.3g} .. {high:.3g}"],
         *([["narrow, so counted as", f"{lower:.3g} .. {high:.3g}"]] if lower < low else []),
         ["start", f"{result['peak_lr']:.3g}"],

@@ -11,6 +11,7 @@ import os
 import shlex
 import signal
 import tempfile
+import threading
 import traceback
 import uuid
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,10 @@ _PRELOADED = ["hdet.lab.worker", "hdet.lab.finder", "torch._dynamo"]  # torch im
 
 
 def prepare(processes: bool = True) -> None:
-    """Begin to import torch for the replicas, beside whatever comes before the launch."""
+    """Begin to import torch for the replicas, beside whatever comes before the launch.
+
+    Processes that are forked from there hear Ctrl-C once they have called `worker.end_at_once()`.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core for each replica, as torchrun does
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
@@ -66,15 +70,23 @@ def launch(jobs: Sequence[Job], *, one_process: bool = False) -> None:
 
 @contextlib.contextmanager
 def _deaf() -> Iterator[None]:
-    """Processes that start within it do not hear Ctrl-C until they ask for it, in place of a traceback.
+    """Processes that start within it do not hear Ctrl-C until they unblock it, in place of a traceback.
 
     This one hears afterwards what was sent meanwhile.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    heard: list[int] = []
+    main = threading.current_thread() is threading.main_thread()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    handler = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number)) if main else None
     try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # another thread may hear it all the same
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if main:
+            signal.signal(signal.SIGINT, handler)
+    if heard:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _launch_threads(jobs: Sequence[Job], size: int) -> None:

@@ -173,8 +173,8 @@ def default_factor(outer_step: float, fine: Fine, sgd_width: float = 1.0) -> flo
         outer_step: that of the run to come.
         fine: the ramp.
         sgd_width: with SGD, hi / lo. Where that is as wide as the valley of the ramp it is 1.0, 0.5 from its root
-            downwards, geometric between: the steps of SGD grow with the gradient, which is largest at the initial
-            weights, so a ramp dies there of rates that suit the run to come.
+            downwards, geometric between. With SGD half of the middle of a wide valley was 2 to 6 times below the best
+            rate of a long run: docs/research.md, "SGD in wide valleys".
 
     >>> default_factor(1.0, Fine()), default_factor(0.5, Fine()), round(default_factor(0.75, Fine()), 3)
     (0.5, 1.0, 0.707)

@@ -75,8 +75,8 @@ def find_lr(
         total_steps: the length of the training to come. For 2,000 steps the fine ramp has half as many steps as for
             8,000 and more, and as many scores, and a narrow range counts as 10-fold; None is taken for long.
         outer_step: that of the training to come; a half allows higher rates.
-        factor: on sqrt(lo hi); by default 0.5, 1.0 with an outer step of 1/2 and with SGD whose losses are low over a
-            16-fold range and more, and less for less than 8,000 steps.
+        factor: on sqrt(lo hi); by default 0.5, 1.0 with an outer step of 1/2 and with SGD whose losses are low over as
+            wide a range as a narrow one counts for, and less for less than 8,000 steps.
         also: further objects with `state_dict()` and `load_state_dict()` that steps change, such as samplers.
         process_group: the replicas; by default all ranks.
         mesh: as in `hdet.Ensemble`, for sharded replicas.
@@ -102,7 +102,7 @@ def find_lr(
         if total_steps is not None:
             check_count("total_steps", total_steps)
         fine = Fine(total_steps)
-        _check_factors(outer_step, factor)
+        factor = _check_factors(outer_step, factor)
         check_deepspeed(optimizer, model)
         optimizers = _optimizers(optimizer)
         _check(probe, step_fn, also)
@@ -113,7 +113,7 @@ def find_lr(
     replicas.arrive("hdet.find_lr")
     try:
         bench.require_agreement()
-        sgd = all(isinstance(entry, SGD) for entry in optimizers)
+        sgd = all(type(entry) is SGD for entry in optimizers)  # others may normalise their steps
         return _find(
             bench, fine, lambda width: factor or default_factor(outer_step, fine, sgd_width=width if sgd else 1.0)
         )
@@ -210,10 +210,12 @@ def _optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     return found
 
 
-def _check_factors(outer_step: float, factor: float | None) -> None:
+def _check_factors(outer_step: float, factor: float | None) -> float | None:
     check_number("outer_step", outer_step, Rule(lambda x: 0 < x <= 1, "lie in (0, 1]", "outer_step=0.5"))
-    if factor is not None:
-        check_number("factor", factor, Rule(lambda x: 0 < x < math.inf, "be positive and finite", "factor=0.5"))
+    if factor is None:
+        return None
+    check_number("factor", factor, Rule(lambda x: 0 < x < math.inf, "be positive and finite", "factor=0.5"))
+    return float(factor)
 
 
 def _check(probe: object, step_fn: object, also: Sequence[Any]) -> None:
