@@ -368,6 +368,30 @@ def test_a_controller_that_returns_no_state_is_told_so(returned, error, match):
         steering.update(report(LOSSES, BY_HAND))
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
+def test_a_controller_that_begins_at_no_scale_is_told_so(scale):
+    controller = Returns(None)
+    controller.init = lambda names: {name: {"scale": scale} for name in names}
+    with pytest.raises(ValueError, match=r"Returns\.init must return positive and finite scales"):
+        hdet.controllers.Steering(controller, ["lr"], act=True)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error", "match"),
+    [
+        ({"interval": 5}, TypeError, r"Returns\.plan must return an hdet\.Plan, got \{'interval': 5\}"),
+        (hdet.Plan(interval=0), ValueError, r"interval of Returns\.plan must be at least 1"),
+        (hdet.Plan(interval=2.5), TypeError, r"interval of Returns\.plan must be an int"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_told_so(wanted, error, match):
+    controller = Returns(None)
+    controller.plan = lambda names, total_steps: wanted
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(error, match=match):
+        hdet.Ensemble(optimizer, total_steps=100, controller=controller)
+
+
 def test_a_controller_that_has_lost_its_way_begins_anew_and_the_record_says_so():
     steering = hdet.controllers.Steering(Returns({"lr": {"scale": math.nan}}), ["lr"], act=True)
     assert steering.update(report(LOSSES, BY_HAND)) == {"lr": 1.0}

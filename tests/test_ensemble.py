@@ -583,6 +583,8 @@ def test_after_close_steps_are_plain_and_never_an_error():
     ("options", "match"),
     [
         ({"spread": 0.0, "controller": hdet.Softmax()}, "Softmax has no effect, as nothing is explored"),
+        ({"spread": 0.0, "probe": lambda: 1.0, "total_steps": 9}, "Auto has no effect, as nothing is explored"),
+        ({"spread": 0.0, "probe": lambda: 1.0, "controller": hdet.LineSearch()}, "LineSearch has no effect"),
         ({"act": False}, "act=False has no effect"),
         ({"controller": hdet.Softmax(warmup_steps=50), "total_steps": 50}, "Softmax never acts"),
         ({"controller": hdet.Softmax(warmup_steps=9), "total_steps": 10, "interval": 4}, "ends at step 8"),

@@ -4,6 +4,7 @@ import itertools
 import math
 import pickle
 import random
+import signal
 import statistics
 import sys
 import time
@@ -19,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import hdet
 from hdet.range_test.decisions import Coarse, Fine, is_dead, smooth
+from hdet.restore import Weights
 
 SAMPLES = 64
 
@@ -234,11 +236,12 @@ def test_frozen_parameters_of_any_kind(dtype):
 
 
 def test_frozen_parameters_that_change_late_are_told():
-    model = Follower(200).double()
+    torch.manual_seed(0)
+    model = Follower(100).double()  # the first ramp has 80 steps
     optimizer = torch.optim.SGD(model.inner.parameters(), lr=0.01)
     with pytest.warns(UserWarning, match="parameters changed that no optimizer trains"):
         find(model, optimizer)
-    fixed = Follower(200).double()
+    fixed = Follower(100).double()
     optimizer = torch.optim.SGD(fixed.inner.parameters(), lr=0.01)
     before = everything(fixed, optimizer)
     find(fixed, optimizer, also=[fixed.slow])
@@ -675,6 +678,43 @@ def interrupted(kind):
 @pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt])
 def test_everything_is_put_back_on_every_replica(kind):
     assert run(interrupted, 2, kind) == [True, True]
+
+
+@pytest.mark.parametrize("before_it", [False, True])
+def test_an_interrupt_while_everything_is_put_back_waits_until_it_is(before_it, monkeypatch):
+    """Ctrl-C as the restoring begins: of a search that was done, or that had been interrupted already."""
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before, restore = everything(model, optimizer), Weights.restore
+
+    def interrupted(weights):
+        signal.raise_signal(signal.SIGINT)
+        restore(weights)
+
+    def step(index):
+        loss_fn(model, batch(index)).backward()
+        if before_it:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Weights, "restore", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        find(model, optimizer, step_fn=step)
+    assert everything(model, optimizer) == before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_step_fn_that_takes_steps_is_refused():
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    before = everything(model, optimizer)
+
+    def step(index):
+        loss_fn(model, batch(index)).backward()
+        optimizer.step()
+
+    with pytest.raises(ValueError, match=r"step_fn must not take a step, but it called SGD\.step"):
+        find(model, optimizer, step_fn=step)
+    assert everything(model, optimizer) == before
 
 
 def test_the_cost_is_that_of_the_clock():

@@ -1,5 +1,7 @@
 """Learning rate, weight decay and momentum in the parameter groups of real optimizers."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn, optim
@@ -45,6 +47,19 @@ def test_weight_decay_is_one_scale_on_all_groups_and_zero_stays_zero():
     assert [g["weight_decay"] for g in during] == [pytest.approx(0.15), 0.0]
 
 
+def test_bounds_do_not_turn_on_the_decay_of_a_group_without():
+    optimizer = make(weight_decay=0.1)
+    optimizer.param_groups[1]["weight_decay"] = 0.0
+    decay = hdet.weight_decay(optimizer, bounds=(0.05, 0.12))
+    for multiplier, first in ((0.1, 0.05), (1.0, 0.1), (1.5, 0.12)):
+        during = stepped(optimizer, [decay], {"weight_decay": multiplier})
+        assert [g["weight_decay"] for g in during] == [first, 0.0]
+    assert decay.value_of(torch.tensor(0.0), 2.0, 1.5) == 0
+    assert decay.value_of(torch.tensor(0.1), 2.0, 1.5) == torch.tensor(0.12)
+    with pytest.raises(ValueError, match=r"weight_decay is 0\.1, outside its bounds"):
+        hdet.weight_decay(optimizer, bounds=(0.2, 1.0))
+
+
 def test_weight_decay_per_group():
     made = hdet.weight_decay(make(weight_decay=0.1), per_group=True)
     assert [h.name for h in made] == ["weight_decay/0", "weight_decay/1"]
@@ -64,6 +79,32 @@ def test_momentum_of_sgd_stays_below_one():
     optimizer = make(optim.SGD, groups=1, momentum=0.9)
     (during,) = stepped(optimizer, [hdet.momentum(optimizer)], {"momentum": 1e6})
     assert 0.999 < during["momentum"] < 1.0
+
+
+def test_bounds_of_a_momentum():
+    optimizer = make(optim.SGD, groups=1, momentum=0.9)
+    momentum = hdet.momentum(optimizer, bounds=(0.5, 0.95))
+    for multiplier, value in ((1e-9, 0.5), (1e9, 0.95), (2.0, 0.5 + 0.45 * 16 / 17)):
+        (during,) = stepped(optimizer, [momentum], {"momentum": multiplier})
+        assert during["momentum"] == pytest.approx(value)
+    with pytest.raises(ValueError, match="must lie within"):
+        hdet.momentum(optimizer, bounds=(0.5, 1.5))
+
+
+@pytest.mark.parametrize("explore", [hdet.weight_decay, hdet.momentum])
+def test_what_is_off_in_every_group_is_told(explore):
+    optimizer = make(optim.SGD)
+    probe = hdet.Probe(torch.ones(4), lambda model, x: x.mean(), held_out=True)
+    model = nn.ParameterList(p for group in optimizer.param_groups for p in group["params"])
+    options = {"total_steps": 9, "controller": hdet.Slope(), "probe": probe, "model": model}
+    for per_group in (False, True):
+        with pytest.warns(UserWarning, match="is not explored: in every parameter group it is off"):
+            hdet.Ensemble(optimizer, [explore(optimizer, per_group=per_group)], **options).close()
+    for group in optimizer.param_groups[:1]:
+        group.update(weight_decay=0.1, momentum=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hdet.Ensemble(optimizer, [explore(optimizer, per_group=True)], **options).close()
 
 
 def test_an_optimizer_without_it_is_refused():

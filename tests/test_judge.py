@@ -243,7 +243,8 @@ def test_the_probe_gives_the_loss_at_the_replicas_weights_on_digits():
 
 def found_before_the_run():
     """Auto in a long run: prepare() scales the schedule and leaves everything else as it was."""
-    model, o, ensemble, _ = make(controller=hdet.Auto(), total_steps=5000, interval="auto")
+    seen = []
+    model, o, ensemble, _ = make(controller=hdet.Auto(), total_steps=5000, interval="auto", on_round=[seen.append])
     assert ensemble.interval == 10
     before = [p.detach().clone() for p in model.parameters()]
 
@@ -260,6 +261,8 @@ def found_before_the_run():
     assert ensemble.prepare(step).rate == found.rate  # a cell of a notebook is run again
     assert ensemble.scales["learning_rate"] == pytest.approx(found.rate / 1e-3)
     train(model, o, ensemble, 25)
+    finding = seen[-1].hyperparameters["learning_rate"].finding
+    assert finding == f"learning_rate: x{found.scale:.2f}, not explored"
     with ensemble.consensus():
         assert loss_fn(model, (X, Y)).item() < 0.5
     with pytest.raises(ValueError, match=r"prepare\(\) comes before the first step, got 25 steps"):

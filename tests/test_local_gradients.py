@@ -1,6 +1,7 @@
 """Replicas that train on their own between converges: no traffic, everything averaged, signals that exist."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -63,6 +64,27 @@ def on_their_own(wrapped):
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_replicas_train_on_their_own_and_are_averaged(wrapped):
     run(on_their_own, 2, wrapped)
+
+
+def around(inner):
+    """A wrapper around the module that the ensemble was given goes on sharing the gradients: it is told."""
+    model = DistributedDataParallel(Net())
+    o = optim.SGD(model.parameters(), lr=0.01)
+    given = model.module if inner else model
+    ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.1)], interval=2, gradients="local", model=given)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(4):
+            step(model, o, ensemble, number)
+    ensemble.close()
+    return [str(w.message) for w in caught if "pass the wrapper" in str(w.message)]
+
+
+def test_a_wrapper_around_the_model_is_told():
+    for said in run(around, 2, True):
+        (message,) = said
+        assert "were the same on all replicas" in message
+    assert run(around, 2, False) == [[], []]
 
 
 def traffic():

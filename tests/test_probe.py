@@ -201,6 +201,19 @@ def test_an_iterable_goes_on_and_starts_again():
         exhausted.score(nn.Identity(), 0)
 
 
+def test_a_loader_of_samples_without_a_length():
+    probe = hdet.Probe(DataLoader(Samples(), batch_size=1), lambda model, b: b.mean(), batches=2)
+    assert probe.score(nn.Identity(), 0).item() == 1
+
+
+def test_a_list_is_of_samples_or_with_batches_of_batches():
+    listed = [torch.full((3,), float(i)) for i in range(6)]
+    of_samples = hdet.Probe(listed, lambda model, b: b.mean() + 10 * b.dim(), size=6)
+    assert of_samples.score(nn.Identity(), 0).item() == 22.5
+    of_batches = hdet.Probe(listed, lambda model, b: b.mean() + 10 * b.dim(), batches=2)
+    assert [of_batches.score(nn.Identity(), i).item() for i in range(4)] == [10.5, 12.5, 14.5, 10.5]
+
+
 def test_the_shuffling_of_a_loader_does_not_touch_the_generator():
     probe = hdet.Probe(DataLoader(torch.arange(8.0), batch_size=2, shuffle=True), lambda m, b: b.mean(), batches=1)
     before = torch.get_rng_state()

@@ -272,6 +272,7 @@ class Engine:
         began = time.perf_counter()
         tensors = self.meeting.to_average()
         judged, census = self.meeting.agree(tensors, full)
+        self.switch.warn_if_shared(self.rounds.replicas, self.meeting.device(tensors))
         if self.joining.ended:  # go along with the others
             full = census.full
             self.rounds.catch_up(census.step)
@@ -366,6 +367,7 @@ class Engine:
             no_effect.warn_not_prepared()
         if not self.opened:
             self._open_round()
+        self.switch.note(self.tensors.trained())
         self.fan_out.ready = True
 
     def _begin_round(self) -> None:

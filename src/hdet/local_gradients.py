@@ -5,11 +5,16 @@ DistributedDataParallel has a switch for it, the one that its `no_sync()` turns 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from hdet.replicas import Replicas
+from hdet.shards import part
 
 Gradients = Literal["shared", "local"]
 _SWITCH, _BUFFERS = "require_backward_grad_sync", "require_forward_param_sync"
@@ -23,6 +28,8 @@ class LocalGradients:
         self._wrappers: list[Any] = [module for module in modules if hasattr(module, _SWITCH)]
         self._local = model is not None
         self._before = [(getattr(w, _SWITCH), getattr(w, _BUFFERS, True)) for w in self._wrappers]
+        self._unsure = self._local and not self._wrappers  # a wrapper around the model would go on sharing
+        self._sum: Tensor | None = None
 
     def start(self) -> None:
         """No more gradients are shared."""
@@ -33,6 +40,31 @@ class LocalGradients:
     def restore(self) -> None:
         """Gradients are shared as they were."""
         self._put_back()
+
+    @torch.no_grad()
+    def note(self, parameters: Iterable[Tensor]) -> None:
+        """Before the first step: keep the sum of its gradients. No host read."""
+        if not self._unsure or self._sum is not None:
+            return
+        gradients = [part(p.grad) for p in parameters if p.grad is not None]
+        sums = [(g.coalesce().values() if g.is_sparse else g).sum(dtype=torch.float64) for g in gradients]
+        if sums:
+            self._sum = torch.stack([total.to(sums[0].device) for total in sums]).sum()
+
+    def warn_if_shared(self, replicas: Replicas, device: torch.device) -> None:
+        """At the first converge: warn if the first step's gradients were the same on all replicas. Collective."""
+        if not self._unsure or replicas.size == 1:
+            return
+        self._unsure = False
+        mine = torch.zeros(1, dtype=torch.float64, device=device) if self._sum is None else self._sum.to(device).view(1)
+        everyone = [row[0] for row in replicas.gather(mine)]
+        if everyone[0] != 0 and all(total == everyone[0] for total in everyone):
+            warnings.warn(
+                "gradients are to be local, but in the first step they were the same on all replicas: if a wrapper "
+                "around the model shares them, pass the wrapper, Ensemble(..., model=ddp); if all replicas were given "
+                "the same batch, give each its own",
+                stacklevel=6,
+            )
 
     @contextmanager
     def sharing(self, replicas: int) -> Iterator[None]:

@@ -50,7 +50,7 @@ class Meeting:
     def agree(self, tensors: Sequence[Tensor], full: bool) -> tuple[Judged, Census]:
         """Check that all replicas are at the same place with the same tensors; return what they are judged by."""
         at, replicas, gone = self._rounds.at, self._rounds.replicas, self._joining.ended
-        device = self._device(tensors)
+        device = self.device(tensors)
         compared = self._rounds.explores
         scores = self._judge.end(at.round, full and compared, replicas, device)
         how = self._health.condition(device, full=full, joining=self._joining.open, ended=gone)
@@ -86,7 +86,7 @@ class Meeting:
         if self._settings.average_state:
             return
         state = self._tensors.own_state()
-        layout = torch.tensor([converge.layout(state)], dtype=torch.float64, device=self._device(state))
+        layout = torch.tensor([converge.layout(state)], dtype=torch.float64, device=self.device(state))
         same = round_end.Claim(
             "the optimizer state", "every replica must have taken a step", float(layout), checksum=True
         )
@@ -99,16 +99,17 @@ class Meeting:
         at, replicas = self._rounds.at, self._rounds.replicas
         replicas.arrive(f"the end of the run (step {at.step})")
         try:
-            return self._judge.loss(at.round + 1 + number, replicas, self._device(()))
+            return self._judge.loss(at.round + 1 + number, replicas, self.device(()))
         except LostReplicaError as error:
             raise error.and_then("the weights of this replica are those of the last step") from error
 
     def follow(self, numbers: Sequence[float], leader: int) -> list[float]:
         """The numbers of replica `leader`, in place of these."""
-        told = torch.tensor(numbers, dtype=torch.float64, device=self._device(()))
+        told = torch.tensor(numbers, dtype=torch.float64, device=self.device(()))
         self._rounds.replicas.broadcast(told, leader)
         return told.tolist()
 
-    def _device(self, tensors: Sequence[Tensor]) -> torch.device:
+    def device(self, tensors: Sequence[Tensor]) -> torch.device:
+        """Where what they tell each other lies."""
         held = tensors or self._tensors.parameters()
         return collective_device(held) if held else self._rounds.replicas.device

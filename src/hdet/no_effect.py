@@ -5,19 +5,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 
-from hdet.controllers import Controller, Fixed, LineSearch, Plan, Softmax
+from hdet.controllers import Auto, Controller, Fixed, LineSearch, Plan, Softmax
 from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.hyperparameters.in_forward import InForward
+from hdet.hyperparameters.in_groups import InGroups
 from hdet.outer_step import OuterStep
 
 
 def warn_without_effect(
-    controller: Controller, act: bool, explores: bool, interval: int, total_steps: int | None
+    controller: Controller, wants: Plan, act: bool, explores: bool, interval: int, total_steps: int | None
 ) -> None:
     """Warn of arguments that change nothing, with what to do."""
     name = type(controller).__name__
     problem = None
-    if controller.needs_score and not explores:
+    compares = controller.needs_score or (isinstance(controller, (Auto, LineSearch)) and wants.why and not wants.finds)
+    if compares and not explores:
         problem = f"{name} has no effect, as nothing is explored: give a hyperparameter a spread"
     elif not act and isinstance(controller, Fixed):
         problem = "act=False has no effect without a controller that moves something: pass one, or leave act out"
@@ -48,6 +50,18 @@ def warn_of_probe(controller: Controller, probe: object, wants: Plan, local: boo
 
 def warn_of_bases(explored: Iterable[Hyperparameter]) -> None:
     """Warn of what stays the same on all replicas, as every multiple of it is the same."""
+    explored = list(explored)
+    off: dict[str, list[bool]] = {}  # of momenta and decays; a rate of 0 may be the start of a schedule
+    for h in explored:
+        if isinstance(h, InGroups) and h.key != "lr":
+            off.setdefault(h.place, []).extend(not h.steered(float(base)) for base in h.bases())
+    for place, each in off.items():
+        if all(each):
+            warnings.warn(
+                f"{place} is not explored: in every parameter group it is off or at its bound, where every multiple of "
+                "it is the same; begin with another value, or leave it out of the hyperparameters",
+                stacklevel=5,
+            )
     for h in explored:
         bases = [float(base) for base in h.bases()] if isinstance(h, InForward) else []
         if bases and not any(h.steered(base) for base in bases):

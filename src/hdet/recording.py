@@ -77,7 +77,7 @@ class Recorder:
                 h.values_of(base, scale, seen[h.name].multipliers),
                 steering.scales[h.name],
                 proposed[h.name],
-                **steering.confidence(h.name, scale)._asdict(),
+                **steering.confidence(h.name, scale, self._rounds.ever_explores(h))._asdict(),
                 scale_before=scale,
                 places=h.places(self._optimizers),
                 first=tuple(h.center(float(b), scale) for b in self._first.get(h.name, ())),

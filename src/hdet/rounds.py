@@ -92,6 +92,10 @@ class Rounds:
         """Whether the replicas try different values in this round, so that there is something to compare."""
         return self.diverges and bool(self._explored())
 
+    def ever_explores(self, h: Hyperparameter) -> bool:
+        """Whether replicas try different values of it in any round of the run."""
+        return h.diverges and self._until.get(h.name) != 0
+
     @property
     def multipliers(self) -> dict[str, float]:
         """This replica's multipliers, by hyperparameter."""

@@ -129,6 +129,15 @@ def words(name: str, scale: float, estimate: float, error: float) -> str:
     return f"{name}: x{factor:.{decimals}f} +- {factor * error:.{decimals}f}"
 
 
+def words_unexplored(name: str, scale: float) -> str:
+    """What is said of a hyperparameter that the replicas do not try values of: where it is.
+
+    >>> words_unexplored("learning_rate", 5.03)
+    'learning_rate: x5.03, not explored'
+    """
+    return f"{name}: not explored" if scale == 1.0 else f"{name}: {_factor(scale)}, not explored"
+
+
 def _factor(factor: float) -> str:
     return f"x{factor:.{_decimals(factor)}f}"
 

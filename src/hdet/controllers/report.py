@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from hdet.arguments import check_count
 from hdet.assignment import Design
 
 State = dict[str, dict[str, float]]
@@ -125,9 +126,20 @@ class Controller(Protocol):
 
 
 def plan(controller: Controller, names: Sequence[str], total_steps: int | None) -> Plan:
-    """What `controller` wants of a run; nothing special if it does not say."""
+    """What `controller` wants of a run; nothing special if it does not say.
+
+    Raises:
+        TypeError, ValueError: if it wants what cannot be.
+    """
     own = getattr(controller, "plan", None)
-    return Plan() if own is None else own(names, total_steps)
+    if own is None:
+        return Plan()
+    wanted, who = own(names, total_steps), f"{type(controller).__name__}.plan"
+    if not isinstance(wanted, Plan):
+        raise TypeError(f"{who} must return an hdet.Plan, got {wanted!r}; write hdet.Plan(interval=10)")
+    if wanted.interval is not None:
+        check_count(f"interval of {who}", wanted.interval)
+    return wanted
 
 
 def check_returned(controller: Controller, method: str, state: Any, like: State, more: bool = False) -> State:

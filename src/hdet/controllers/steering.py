@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hdet.arguments import Rule, check_number
-from hdet.controllers.evidence import words
+from hdet.controllers.evidence import words, words_unexplored
 from hdet.controllers.report import Controller, Report, State, check_returned, check_state
 
 _SHOWN = ("estimate", "error")
@@ -97,13 +97,16 @@ class Steering:
         }
         return {name: entry["scale"] for name, entry in proposed.items()}
 
-    def confidence(self, name: str, scale: float) -> Confidence:
-        """What the controller knows of a hyperparameter that was trained with at `scale`, and how well."""
+    def confidence(self, name: str, scale: float, explored: bool = True) -> Confidence:
+        """What the controller knows of a hyperparameter that was trained with at `scale`, and how well; nothing of one
+        that is never `explored`.
+        """
         memory = {key: value for key, value in self._state[name].items() if key not in ("scale", *_SHOWN)}
         if not all(key in self._state[name] for key in _SHOWN):
             return Confidence(memory, None, None, "")
         estimate, error = (self._state[name][key] for key in _SHOWN)
-        return Confidence(memory, estimate, error, words(name, scale, estimate, error))
+        told = words(name, scale, estimate, error) if explored else words_unexplored(name, scale)
+        return Confidence(memory, estimate, error, told)
 
     def state_dict(self) -> State:
         """The controller's state: numbers by name."""
@@ -136,4 +139,11 @@ class Steering:
 
     def _init(self) -> State:
         like: State = {name: {"scale": 1.0} for name in self._names}
-        return check_returned(self.controller, "init", self.controller.init(self._names), like, more=True)
+        state = check_returned(self.controller, "init", self.controller.init(self._names), like, more=True)
+        for name, entry in state.items():
+            if not 0 < entry["scale"] < math.inf:
+                raise ValueError(
+                    f"{type(self.controller).__name__}.init must return positive and finite scales, got "
+                    f'{entry["scale"]} for {name}; write {{"scale": 1.0}}'
+                )
+        return state

@@ -44,6 +44,7 @@ class Hyperparameter:
         bounds: no replica's value leaves them.
         floor: the center does not fall below it, unless the base does ("log" only).
         unit: what a factor of e adds ("linear" only).
+        off_at_zero: 0 stays 0, whatever the bounds: what is off is not explored.
         before_reduce: it acts on the gradients before replicas share them.
         regulariser: lower training loss says nothing about it: it must be judged on held-out data.
     """
@@ -55,6 +56,7 @@ class Hyperparameter:
     bounds: tuple[float, float] = _ANYTHING
     floor: float = 0.0
     unit: float = 1.0
+    off_at_zero: bool = False
     before_reduce: bool = False
     regulariser: bool = False
 
@@ -154,8 +156,12 @@ class Hyperparameter:
         else:
             least = math.exp(max((low - base) / self.unit, -700.0)) / min(rungs)
             most = math.exp(min((high - base) / self.unit, 700.0)) / max(rungs)
-        middle = math.sqrt(least * most) if least > most else 0.0  # too wide for the bounds: values are clipped
-        return (middle, middle) if middle else (least, most)
+        if least <= most:
+            return least, most
+        middle = math.sqrt(least * most)  # too wide for the bounds: values are cut, and the center lies within them
+        if self.coordinate == "log":
+            middle = min(max(middle, low / base), high / base)
+        return middle, middle
 
     def _move(self, x: Number, k: float) -> Number:
         if self.coordinate == "log":
@@ -176,7 +182,10 @@ class Hyperparameter:
         low, high = self.bounds
         if not self.is_bounded:
             return x
-        return x.clamp(low, high) if isinstance(x, Tensor) else min(max(x, low), high)  # type: ignore[return-value]
+        if isinstance(x, Tensor):
+            cut = x.clamp(low, high)
+            return torch.where(x.ne(0), cut, x) if self.off_at_zero else cut  # type: ignore[return-value]
+        return x if self.off_at_zero and not x else min(max(x, low), high)  # type: ignore[return-value]
 
 
 def check_scalar(h: Hyperparameter) -> None:
@@ -199,7 +208,8 @@ def check_scalar(h: Hyperparameter) -> None:
     if h.coordinate == "linear" and not 0 < h.unit < math.inf:
         raise ValueError(f"unit of {h.name} must be positive and finite, got {h.unit}; for example unit=0.1")
     for base in h.bases():
-        if not isinstance(base, Tensor) and not low <= base <= high:
+        off = h.off_at_zero and not isinstance(base, Tensor) and base == 0.0
+        if not (isinstance(base, Tensor) or off or low <= base <= high):
             raise ValueError(f"{h.name} is {base}, outside its bounds {h.bounds}; widen the bounds or change the value")
 
 

@@ -138,7 +138,9 @@ def weight_decay(
     A regulariser: judge it with a held-out `Probe`. On training loss it runs to zero. Arguments as in
     `learning_rate`.
     """
-    about = InGroups("weight_decay", float(spread), ladder, bounds=bounds, key="weight_decay", regulariser=True)
+    about = InGroups(
+        "weight_decay", float(spread), ladder, bounds=bounds, key="weight_decay", off_at_zero=True, regulariser=True
+    )
     return _placed(about, optimizer, per_group)
 
 
@@ -149,15 +151,19 @@ def momentum(
     spread: float = 0.3,
     ladder: Ladder = "linear",
     per_group: bool = False,
+    bounds: tuple[float, float] = (0.0, 1.0),
 ) -> InGroups | list[InGroups]:
-    """The momentum of SGD and the like, or Adam's beta1 (`beta=2`: beta2). Multipliers act on the odds m / (1 - m).
+    """The momentum of SGD and the like, or Adam's beta1 (`beta=2`: beta2). Multipliers act on the odds m / (1 - m), or
+    (m - low) / (high - m) with other bounds.
 
     Other arguments as in `learning_rate`.
     """
     first = unwrap(optimizer[0] if isinstance(optimizer, Sequence) else optimizer)
     if beta not in (1, 2):
         raise ValueError(f"beta must be 1 or 2, got {beta!r}")
-    options: dict[str, Any] = {"coordinate": "logit", "bounds": (0.0, 1.0)}
+    if not 0 <= bounds[0] < bounds[1] <= 1:
+        raise ValueError(f"bounds of a momentum must lie within (0, 1), got {bounds}; write for example (0.5, 0.99)")
+    options: dict[str, Any] = {"coordinate": "logit", "bounds": bounds}
     if "betas" in first.defaults:
         about = InGroups(f"beta{beta}", float(spread), ladder, key="betas", index=beta - 1, **options)
     elif "momentum" in first.defaults and beta == 1:

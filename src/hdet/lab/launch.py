@@ -11,7 +11,6 @@ import os
 import shlex
 import signal
 import tempfile
-import threading
 import traceback
 import uuid
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from hdet import ReplicaError, in_process
+from hdet.interrupts import deferred_interrupts
 from hdet.lab.errors import ONE_LINE, InterruptedRunError, LabError, ReplicaFailedError
 from hdet.lab.worker import Job, perform, work
 
@@ -74,19 +74,12 @@ def _deaf() -> Iterator[None]:
 
     This one hears afterwards what was sent meanwhile.
     """
-    heard: list[int] = []
-    main = threading.current_thread() is threading.main_thread()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    handler = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number)) if main else None
-    try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # another thread may hear it all the same
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if main:
-            signal.signal(signal.SIGINT, handler)
-    if heard:
-        signal.raise_signal(signal.SIGINT)
+    with deferred_interrupts():  # another thread may hear what is blocked here
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _launch_threads(jobs: Sequence[Job], size: int) -> None:

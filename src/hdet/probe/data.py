@@ -19,6 +19,7 @@ from hdet.restore import seeded
 
 _SIZE = 1024
 _CHUNKS = 8
+_BATCHES = 4
 _Load = Callable[[], tuple[Any, int]]
 
 
@@ -47,9 +48,11 @@ class Source(Protocol):
 
     Attributes:
         repeats: the same index gives the same samples again, in another process too.
+        samples: how many there are to draw from; None if that is not known.
     """
 
     repeats: bool
+    samples: int | None
 
     def draw(self, index: int, replicas: Replicas | None, device: torch.device) -> list[Chunk]: ...
 
@@ -60,6 +63,7 @@ class _DataSet:
     repeats = True
 
     def __init__(self, data: Any, size: int, chunk: int, seed: int, collate: Callable[[list[Any]], Any]) -> None:
+        self.samples: int | None = len(data)
         self._data, self._size, self._seed, self._collate = data, size, seed, collate
         self._count = math.ceil(size / chunk)
 
@@ -78,6 +82,7 @@ class _Function:
     """The batches that a function of the index gives."""
 
     repeats = True
+    samples: int | None = None
 
     def __init__(self, data: Callable[[int], Iterable[Any]], seed: int) -> None:
         self._data, self._seed = data, seed
@@ -94,6 +99,7 @@ class _Stream:
     """The next batches of an iterable, from the first replica to all."""
 
     repeats = False
+    samples: int | None = None
 
     def __init__(self, data: Iterable[Any], batches: int, seed: int) -> None:
         self._data, self._batches, self._seed = data, batches, seed
@@ -149,7 +155,7 @@ class _Stream:
 
 
 def find_source(
-    data: Any, size: int | None, chunk: int | None, batches: int, seed: int, collate: Callable[..., Any] | None
+    data: Any, size: int | None, chunk: int | None, batches: int | None, seed: int, collate: Callable[..., Any] | None
 ) -> Source:
     """The source that `data` is.
 
@@ -158,7 +164,8 @@ def find_source(
     """
     if isinstance(data, IterableDataset):
         raise TypeError("data must give batches, but an IterableDataset gives samples; pass DataLoader(data, ...)")
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+    of_batches = isinstance(data, list) and batches is not None
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not of_batches:
         return _DataSet(data, *_check_size(len(data), size, chunk), seed, collate or default_collate)
     for name, value in (("size", size), ("chunk", chunk), ("collate_fn", collate)):
         if value is not None:
@@ -168,7 +175,7 @@ def find_source(
     if callable(data):
         return _Function(data, seed)
     if isinstance(data, Iterable):
-        return _Stream(data, batches, seed)
+        return _Stream(data, _BATCHES if batches is None else batches, seed)
     raise TypeError(
         "data must be a data set with __len__ and __getitem__, a function data(index) that gives a list of batches, or "
         f"an iterable of batches, got {type(data).__name__}"

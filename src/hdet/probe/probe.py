@@ -31,13 +31,13 @@ class Probe:
             a function `data(index)` that gives a list of batches, the same on every replica; or an iterable of
             batches, such as a DataLoader. Of that the first replica takes the next `batches` for each new index, and
             gives them to the others (tensors in tuples, lists and dicts); from its end, and after a resume, it starts
-            again. A list is a data set of samples, not of batches. Make one probe per replica.
+            again. A list is a data set of samples; with `batches=` it is one of batches. Make one probe per replica.
         loss_fn: `loss_fn(model, batch)`, the mean loss of a batch. It gets the module inside DDP and torch.compile,
             whose forward sends nothing, and moves the batch to the device as training does.
         size: samples in a probe, of a data set; by default 1024, or all if there are fewer. About four global
             batches are enough to find a learning rate.
         chunk: the most samples in a forward pass, of a data set; by default an eighth of the probe.
-        batches: batches in a probe, of an iterable.
+        batches: batches in a probe, of an iterable; by default 4.
         seed: what the samples are drawn from, with the index.
         held_out: whether the data are kept out of training. Regularisers must be judged by such data.
         collate_fn: makes a batch of a list of samples, of a data set; by default torch's.
@@ -63,7 +63,7 @@ class Probe:
         *,
         size: int | None = None,
         chunk: int | None = None,
-        batches: int = 4,
+        batches: int | None = None,
         seed: int = 0,
         held_out: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -72,14 +72,15 @@ class Probe:
             raise TypeError(f"loss_fn must be a function of (model, batch), got {loss_fn!r}")
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed must be an int, got {seed!r}; write for example seed=0")
-        check_count("batches", batches, unit="batches")
+        if batches is not None:
+            check_count("batches", batches, unit="batches")
         self.held_out = bool(held_out)
         self.samples = 0
         self.seconds = 0.0
         self._seed = seed
         self._loss_fn = loss_fn
         self._source = find_source(data, size, chunk, batches, seed, collate_fn)
-        samples = len(data) if hasattr(data, "__len__") else None
+        samples = self._source.samples
         self._told = f"Probe({samples=}, {size=}, {chunk=}, {batches=}, {seed=}, {held_out=})"
         self._index: int | None = None
         self._chunks: list[Chunk] = []

@@ -158,7 +158,12 @@ class Bench:
 
     def _backward(self, index: int) -> None:
         self._weights.clear_gradients()
-        self._step_fn(index)
+        watched = [optimizer.register_step_pre_hook(_refuse_step) for optimizer in self._optimizers]
+        try:
+            self._step_fn(index)
+        finally:
+            for handle in watched:
+                handle.remove()
 
     def _step(self, index: int, rate: float) -> None:
         started, self.stepped_at = time.perf_counter(), time.monotonic()
@@ -178,6 +183,13 @@ class Bench:
             started = time.perf_counter()
             torch.cuda.synchronize(self._device)
             self.step_seconds += time.perf_counter() - started
+
+
+def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    raise ValueError(
+        f"step_fn must not take a step, but it called {type(optimizer).__name__}.step(): the steps are taken here, at "
+        "the rates that are tried; let it end with backward()"
+    )
 
 
 def _reference(group: dict[str, Any]) -> float:

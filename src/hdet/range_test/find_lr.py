@@ -20,6 +20,7 @@ from hdet.agreement.fingerprint import fingerprint
 from hdet.arguments import Rule, check_count, check_number
 from hdet.deepspeed import check_deepspeed
 from hdet.hooks import unwrap
+from hdet.interrupts import deferred_interrupts
 from hdet.probe.probe import Probe
 from hdet.range_test.bench import Bench
 from hdet.range_test.decisions import Coarse, Curve, Fine, default_factor
@@ -125,8 +126,9 @@ def find_lr(
             raise
         raise lost from error
     finally:
-        bench.restore()
-        replicas.close()
+        with deferred_interrupts():
+            bench.restore()
+            replicas.close()
 
 
 def _find(bench: Bench, fine: Fine, factor_of: Callable[[float], float]) -> FoundRate:
