@@ -1,6 +1,7 @@
 """A probe in the ensemble: the same data for all, the start of the round shared out, resume, refusals, cost."""
 
 import math
+import time
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
+from hdet.meeting import Meeting
 
 X = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
 Y = X.sum(1, keepdim=True)
@@ -168,8 +170,6 @@ def test_what_cannot_work_is_refused():
 
 def costs():
     """A slow probe: the record says what it cost."""
-    import time
-
     calls, spent = [], []
 
     def slow(index):
@@ -198,6 +198,59 @@ def costs():
 
 def test_the_record_says_what_the_probe_cost():
     run(costs, 2)
+
+
+class Slow:
+    """A controller that takes its time."""
+
+    needs_score = True
+
+    def __init__(self):
+        self.spent = 0.0
+
+    def init(self, names):
+        return {name: {"scale": 1.0} for name in names}
+
+    def update(self, state, report):
+        began = time.perf_counter()
+        time.sleep(0.04)
+        self.spent += time.perf_counter() - began
+        return state
+
+
+def costs_of_converging():
+    """A slow controller, and weights that take a while to average."""
+    spent = []
+
+    def timed(call):
+        def wrapped(*args):
+            began = time.perf_counter()
+            try:
+                return call(*args)
+            finally:
+                spent.append(time.perf_counter() - began)
+
+        return wrapped
+
+    Meeting.agree, Meeting.average = timed(Meeting.agree), timed(Meeting.average)
+    model = DistributedDataParallel(nn.Linear(3, 200_000))
+    o = optim.SGD(model.parameters(), lr=1e-3)
+    seen, controller = [], Slow()
+    ensemble = hdet.Ensemble(o, total_steps=12, interval=3, controller=controller, model=model, on_round=[seen.append])
+    for _ in range(12):
+        loss = model(torch.ones(1, 3)).square().mean()
+        loss.backward()
+        o.step()
+        o.zero_grad()
+        ensemble.step(loss)
+    ensemble.close()
+    assert controller.spent >= 3 * 0.04
+    assert len(spent) == 8
+    assert sum(r.converge_seconds for r in seen) == pytest.approx(sum(spent) + controller.spent, rel=0.2)
+
+
+def test_the_record_says_what_averaging_and_the_controller_cost():
+    run(costs_of_converging, 2)
 
 
 def digits_under_ddp():

@@ -167,6 +167,51 @@ def test_a_bad_round_in_the_first_window_does_not_blunt_the_alarm():
     assert 200 < found.index("alarm") < 240
 
 
+@pytest.mark.parametrize("steps", [10, 40, 50, 100])
+def test_the_start_is_that_of_the_first_steps_however_long_a_round_is(steps):
+    """Half learned within 20 steps, then higher with the rising rate of a warm-up: what long rounds once gave back."""
+    losses = [0.3 + 2.0 * math.exp(-k / 10) + 0.5 * min(max(k - 500, 0) / 500, 1) for k in range(2000)]
+    alarm = Alarm()
+    state, found = alarm.init(), []
+    for k in range(0, len(losses), steps):
+        part = losses[k : k + steps]
+        state, verdict = alarm.update(state, sum(part) / steps, steps, sum(part[: alarm.early]) / alarm.early)
+        found.append(verdict)
+    assert state["start"] == pytest.approx(sum(losses[:10]) / 10)
+    assert "alarm" not in found
+    while found[-1] != "alarm":  # and if it gives back all of it there is one
+        state, verdict = alarm.update(state, 2.3, steps)
+        found.append(verdict)
+        assert len(found) < 2000 // steps + 2 + 300 // steps
+
+
+def long_rounds(interval):
+    """What the alarm of an ensemble takes for its start, and the losses that each replica gave."""
+    p = nn.Parameter(torch.zeros(1))
+    o = optim.SGD([p], lr=0.1)
+    ensemble = hdet.Ensemble(
+        o, [hdet.learning_rate(o, spread=0.1)], total_steps=200, interval=interval, rollback=hdet.Rollback()
+    )
+    given = []
+    for step in range(120):
+        p.grad = torch.ones(1)
+        o.step()
+        given.append(3.0 + ensemble.replicas.rank - 0.02 * step)
+        if step == 25:  # saved and loaded in mid-round
+            ensemble.load_state_dict(ensemble.state_dict())
+        ensemble.step(given[-1])
+    start = ensemble.state_dict()["alarm"]["start"]
+    ensemble.close()
+    return start, given
+
+
+@pytest.mark.parametrize("interval", [10, 40, 100])
+def test_an_ensemble_tells_its_alarm_of_the_first_steps(interval):
+    found = hdet.in_process(long_rounds, 2, interval)
+    expected = sum(sum(given[:10]) / 10 for _, given in found) / 2
+    assert [start for start, _ in found] == [pytest.approx(expected)] * 2
+
+
 def test_an_alarm_begins_anew():
     alarm = Alarm()
     run = losses("power", 5, 400, 0.1, 0)

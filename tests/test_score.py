@@ -105,6 +105,21 @@ def test_state_goes_on_to_the_last_bit():
     assert torch.equal(whole.mean(CPU), second.mean(CPU))
 
 
+@pytest.mark.parametrize("as_tensors", [False, True])
+def test_the_first_losses_have_a_mean_of_their_own(as_tensors):
+    score, other = Score(early=3), Score(early=3)
+    losses = [torch.tensor(float(k)) if as_tensors else float(k) for k in (1, 2, 6, 100, 200)]
+    for count, loss in enumerate(losses):
+        assert score.early_mean(CPU).isnan() == (count < 3)
+        score.add(loss)
+    assert score.early_mean(CPU).item() == 3.0
+    other.load_state_dict(score.state_dict())
+    assert other.early_mean(CPU).item() == 3.0
+    score.reset()
+    assert score.early_mean(CPU).isnan()
+    assert Score().early_mean(CPU).isnan()
+
+
 def test_nothing_of_the_loss_is_kept():
     """Neither what it is a view of, nor the loss itself, which the caller may reduce in place for a log."""
     score = Score()

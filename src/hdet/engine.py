@@ -71,7 +71,7 @@ class Engine:
         self.values = Values(given.optimizers, explorable, self._before_step)
         self.fan_out = self.values.fan_out
         self.recorder = Recorder(explorable, given.optimizers, self.values, self.rounds)
-        self.judge = Judge(given.probe, given.model)
+        self.judge = Judge(given.probe, given.model, 0 if given.rollback is None else given.rollback.alarm.early)
         self.outer = OuterStep(given.outer_step)
         self.tail = Tail(given.tail_average, given.total_steps)
         self.recovery = Recovery(given.rollback, self.tensors, self.rounds)
@@ -277,7 +277,7 @@ class Engine:
             full = census.full
             self.rounds.catch_up(census.step)
         losses = census.losses(judged, self.health.guarded)
-        verdict = self.recovery.watch(losses, self.health.last_checkpoint)
+        verdict = self.recovery.watch(losses, judged.early, self.health.last_checkpoint)
         if verdict == "alarm":
             record = self._roll_back(full, judged, began)
         else:
@@ -299,14 +299,16 @@ class Engine:
         return replace(record, full=full, hyperparameters=rows, events=(*record.events, said))
 
     def _control(self, full: bool, judged: Judged, seconds: float) -> RoundRecord:
-        """Let the controller see a full round, and record it."""
+        """Let the controller see a full round, and record it; `seconds` were spent on comparing and averaging."""
         at = self.rounds.at
         trained, proposed = self.scales, self.scales
         said: tuple[str, ...] = ()
         seen = self.recorder.observe(trained)
         if full and not self.rounds.over:  # after the last step there is nothing left to steer
             report = Report(at.step, judged.scores, seen, self.settings.total_steps, judged.probe, judged.start)
+            began = time.perf_counter()
             proposed = self.steering.update(report)
+            seconds += time.perf_counter() - began
             said = self.steering.said
         rows = self.recorder.rows(seen, trained, proposed, self.steering)
         return RoundRecord(

@@ -16,7 +16,7 @@ from hdet.replicas import Replicas
 from hdet.score import Loss, Score, as_loss
 
 AnyProbe = Probe | Callable[[int], Loss]
-_NUMBERS = 5
+_NUMBERS = 6
 
 
 class Judged(NamedTuple):
@@ -27,12 +27,14 @@ class Judged(NamedTuple):
         probe: the loss of each replica's last weights on the round's probe; None without one.
         start: the loss of the weights that the round began with on it; None if it was not measured.
         given: whether every replica was given a loss in this round.
+        early: the mean of the round's first losses, of those replicas that have one; None if nobody has.
     """
 
     scores: tuple[float, ...]
     probe: tuple[float, ...] | None
     start: float | None
     given: bool = True
+    early: float | None = None
 
 
 class Judge:
@@ -42,6 +44,7 @@ class Judge:
         probe: a `Probe`, a callable that is given a number and returns the loss of the current weights on data that
             depend on the number alone, or None.
         model: the model, for a `Probe`.
+        early: how many first losses of a round have a mean of their own.
 
     Attributes:
         score: the mean training loss of the round so far.
@@ -49,8 +52,8 @@ class Judge:
         seconds_at_end: of these, spent at its end.
     """
 
-    def __init__(self, probe: AnyProbe | None, model: nn.Module | None) -> None:
-        self.score = Score()
+    def __init__(self, probe: AnyProbe | None, model: nn.Module | None, early: int = 0) -> None:
+        self.score = Score(early)
         self.seconds = self.seconds_at_end = 0.0
         self._probe = probe
         self._model = model
@@ -83,6 +86,7 @@ class Judge:
         if self._start is not None:
             vector[2:4] = self._start.to(device)
         vector[4] = self.score.count
+        vector[5] = self.score.early_mean(device)
         self.seconds_at_end = self._now() - began
         self.seconds += self.seconds_at_end
         return vector
@@ -108,11 +112,13 @@ class Judge:
         """What the gathered numbers say."""
         scores = tuple(row[0] for row in table)
         given = all(row[4] > 0 for row in table)
+        firsts = [row[5] for row in table if math.isfinite(row[5])]
+        early = sum(firsts) / len(firsts) if firsts else None
         if self._probe is None or not full:
-            return Judged(scores, None, None, given)
+            return Judged(scores, None, None, given, early)
         weight = sum(row[3] for row in table)
         start = sum(row[2] for row in table) / weight if weight > 0 else None  # NaN is not more than 0
-        return Judged(scores, tuple(row[1] for row in table), start, given)
+        return Judged(scores, tuple(row[1] for row in table), start, given, early)
 
     def reset(self) -> None:
         """Begin a new round."""

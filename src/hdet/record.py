@@ -76,7 +76,7 @@ class RoundRecord:
         probe: the loss of each replica's last weights on the round's probe; None without one.
         start: the loss of the weights that the round began with on it; None if it was not measured.
         round_seconds: from the end of the last round to the end of this one, on this replica.
-        converge_seconds: of these, spent on comparing and averaging.
+        converge_seconds: of these, spent on comparing, averaging and the controller.
         probe_seconds: of these, spent on the probe.
         events: what else happened, in words: a rollback, what a controller picked and why.
         steps: optimizer steps of this round.

@@ -41,11 +41,17 @@ def as_loss(loss: Loss) -> Tensor | float:
 
 
 class Score:
-    """The mean of the losses added since `reset()`: one per step, or one per micro-batch."""
+    """The mean of the losses added since `reset()`: one per step, or one per micro-batch.
 
-    def __init__(self) -> None:
+    Args:
+        early: how many of the first ones have a mean of their own; 0 for none.
+    """
+
+    def __init__(self, early: int = 0) -> None:
         self._total: Tensor | float = 0.0
         self._count = 0
+        self._early = early
+        self._early_total: Tensor | float | None = None
 
     def add(self, loss: Tensor | float) -> None:
         """Add one loss, as `as_loss` returns it, and keep nothing of it. No collective, no host read."""
@@ -57,6 +63,8 @@ class Score:
             self._total = total.to(loss.device) + loss
         else:
             total += loss
+        if self._count == self._early:
+            self._early_total = _copy(self._total)
 
     @property
     def count(self) -> int:
@@ -69,17 +77,27 @@ class Score:
             return torch.full((), math.nan, dtype=torch.float64, device=device)
         return torch.as_tensor(self._total, dtype=torch.float64, device=device) / self._count
 
+    def early_mean(self, device: torch.device) -> Tensor:
+        """That of the first ones; NaN while there are fewer."""
+        if self._early_total is None:
+            return torch.full((), math.nan, dtype=torch.float64, device=device)
+        return torch.as_tensor(self._early_total, dtype=torch.float64, device=device) / self._early
+
     def reset(self) -> None:
         """Begin a new round."""
-        self._total, self._count = 0.0, 0
+        self._total, self._count, self._early_total = 0.0, 0, None
 
     def state_dict(self) -> dict[str, Any]:
         """What was added so far in this round, to the last bit."""
-        total = self._total
-        return {"total": total.clone() if isinstance(total, Tensor) else total, "count": self._count}
+        return {"total": _copy(self._total), "count": self._count, "early": _copy(self._early_total)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`."""
-        total = state["total"]
+        total, early = state["total"], state.get("early")
         self._total = total.clone() if isinstance(total, Tensor) else float(total)
         self._count = cast(int, state["count"])
+        self._early_total = _copy(early)
+
+
+def _copy(total: Tensor | float | None) -> Any:
+    return total.clone() if isinstance(total, Tensor) else total

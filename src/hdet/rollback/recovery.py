@@ -33,8 +33,9 @@ class Recovery:
         """What the learning rates are multiplied by when it goes back."""
         return 1.0 if self._keeper is None else self._keeper.rollback.cut
 
-    def watch(self, losses: Sequence[float], checkpoint: str | None) -> Verdict:
-        """What to do after a round with these mean losses of the replicas that count; none if nobody was judged.
+    def watch(self, losses: Sequence[float], early: float | None, checkpoint: str | None) -> Verdict:
+        """What to do after a round with these mean losses of the replicas that count, none if nobody was judged, and
+        `early` as the mean of its first ones.
 
         Raises:
             RuntimeError: if the run has diverged once too often, or before there was anything to go back to.
@@ -42,7 +43,7 @@ class Recovery:
         at = self._rounds.at
         if self._keeper is None or not losses or not at.step_in_round:
             return "ok"
-        return self._keeper.watch(losses, at.step_in_round, at.step, checkpoint)
+        return self._keeper.watch(losses, at.step_in_round, at.step, early, checkpoint)
 
     def keep(self) -> None:
         """Take a snapshot."""

@@ -73,12 +73,26 @@ class Alarm:
         check_count("window", self.window)
         check_count("every", self.every)
 
+    @property
+    def early(self) -> int:
+        """How many first steps of a run `start` is the mean of."""
+        return max(self.window // 10, 1)
+
     def init(self) -> dict[str, float]:
         """The state before the first round: plain floats, to be saved as they are."""
         return {**_FRESH, **_KEPT, "unsaved": float(self.every)}
 
-    def update(self, state: Mapping[str, float], loss: float, steps: int) -> tuple[dict[str, float], Verdict]:
+    def update(
+        self, state: Mapping[str, float], loss: float, steps: int, early: float | None = None
+    ) -> tuple[dict[str, float], Verdict]:
         """The state after a round of `steps` steps with this mean loss, and what to do. `state` is left as it is.
+
+        Args:
+            state: that of the last round.
+            loss: the mean over the round.
+            steps: of the round.
+            early: the mean over its first steps, `self.early` of them: the start, if it is the first round; without
+                it the start of a run with longer rounds is the mean of a whole one.
 
         Returns:
             "best": the lowest L so far, and at least `every` steps since the last one that was: save. The first round
@@ -89,7 +103,7 @@ class Alarm:
             return _gone_back(state), "alarm"
         new = self._smooth(state, loss, steps)
         if not new["started"]:
-            return self._first_window(new, steps)
+            return self._first_window(new, steps, early)
         if new["steps"] < self.window or new["rounds"] < 2:
             return new, "ok"
         high, low = min(new["level"], state["level"]), max(new["level"], state["level"])
@@ -102,10 +116,10 @@ class Alarm:
             return _gone_back(new), "alarm"
         return self._verdict(new, lowest)
 
-    def _first_window(self, new: dict[str, float], steps: int) -> tuple[dict[str, float], Verdict]:
+    def _first_window(self, new: dict[str, float], steps: int, early: float | None) -> tuple[dict[str, float], Verdict]:
         """There is no alarm yet; `best` is the lowest so far, and begins once the window is full."""
         if 10 * (new["steps"] - steps) < self.window:
-            new["start"] = new["level"]
+            new["start"] = new["level"] if early is None or new["rounds"] > 1 else early
         lowest = new["rounds"] == 1 or new["level"] <= new["best"]
         if lowest:
             new["best"] = new["level"]
@@ -222,13 +236,16 @@ class Keeper:
         self._shared: Snapshot | None = None
         self._own: list[Tensor] = []
 
-    def watch(self, scores: Sequence[float], steps: int, at: int, checkpoint: str | None = None) -> Verdict:
-        """What to do after a round of `steps` steps that ends at step `at` with these mean losses of the replicas.
+    def watch(
+        self, scores: Sequence[float], steps: int, at: int, early: float | None = None, checkpoint: str | None = None
+    ) -> Verdict:
+        """What to do after a round of `steps` steps that ends at step `at` with these mean losses of the replicas, and
+        `early` as the mean of its first ones.
 
         Raises:
             RuntimeError: if the run has diverged once too often, or before there was anything to go back to.
         """
-        self.state, verdict = self.rollback.alarm.update(self.state, math.fsum(scores) / len(scores), steps)
+        self.state, verdict = self.rollback.alarm.update(self.state, math.fsum(scores) / len(scores), steps, early)
         if verdict == "alarm":
             self.rollback.check(self.state, at, checkpoint)
             if self.kept_at is None:
