@@ -297,7 +297,7 @@ def main() -> None:
     either.add_argument("--write", action="store_true", help="write the table beside this file, under results/")
     parser.add_argument("--bucket-mb", type=float, default=BUCKET_BYTES / 2**20, help="the size of a converge's bucket")
     options = parser.parse_args()
-    multiprocessing.set_forkserver_preload(["torch", "hdet"])
+    multiprocessing.set_forkserver_preload(["torch", "hdet", "torch._dynamo"])  # the last comes with an optimizer
     sizes = replace(SMOKE if options.smoke else Sizes(), bucket_bytes=int(options.bucket_mb * 2**20))
     rows = [*step_rows(sizes), *loop_rows(sizes)]
     for ranks in sizes.ranks:
