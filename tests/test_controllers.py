@@ -382,6 +382,15 @@ def test_a_controller_that_begins_at_no_scale_is_told_so(scale):
         ({"interval": 5}, TypeError, r"Returns\.plan must return an hdet\.Plan, got \{'interval': 5\}"),
         (hdet.Plan(interval=0), ValueError, r"interval of Returns\.plan must be at least 1"),
         (hdet.Plan(interval=2.5), TypeError, r"interval of Returns\.plan must be an int"),
+        (hdet.Plan(outer_step=2.0), ValueError, r"outer_step of Returns\.plan must lie in \[0, 1\]"),
+        (hdet.Plan(tail_average="half"), TypeError, r"tail_average of Returns\.plan must be a number"),
+        (hdet.Plan(until=None), TypeError, r"until of Returns\.plan must be a dict of steps by name, got None"),
+        (
+            hdet.Plan(until={"learning_rate": "x"}),
+            TypeError,
+            r"until of Returns\.plan for learning_rate must be an int",
+        ),
+        (hdet.Plan(why=None), TypeError, r"why of Returns\.plan must be a dict of words by name, got None"),
     ],
 )
 def test_a_plan_that_cannot_be_is_told_so(wanted, error, match):

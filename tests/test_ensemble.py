@@ -583,8 +583,8 @@ def test_after_close_steps_are_plain_and_never_an_error():
     ("options", "match"),
     [
         ({"spread": 0.0, "controller": hdet.Softmax()}, "Softmax has no effect, as nothing is explored"),
-        ({"spread": 0.0, "probe": lambda: 1.0, "total_steps": 9}, "Auto has no effect, as nothing is explored"),
-        ({"spread": 0.0, "probe": lambda: 1.0, "controller": hdet.LineSearch()}, "LineSearch has no effect"),
+        ({"spread": 0.0, "probe": len, "total_steps": 9, "controller": hdet.Auto()}, "Auto has no effect, as nothing"),
+        ({"spread": 0.0, "probe": len, "controller": hdet.LineSearch()}, "LineSearch has no effect"),
         ({"act": False}, "act=False has no effect"),
         ({"controller": hdet.Softmax(warmup_steps=50), "total_steps": 50}, "Softmax never acts"),
         ({"controller": hdet.Softmax(warmup_steps=9), "total_steps": 10, "interval": 4}, "ends at step 8"),
@@ -595,6 +595,20 @@ def test_arguments_without_effect_warn(options, match):
     rate = hdet.learning_rate(o, spread=options.pop("spread", 0.1))
     with pytest.warns(UserWarning, match=match):
         hdet.Ensemble(o, [rate], **{"interval": 5, **options})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"probe": len, "total_steps": 9},  # nobody has asked for Auto
+        {"probe": len, "total_steps": 900, "controller": hdet.Auto(finds=False, outer_step=0.5)},
+    ],
+)
+def test_without_a_spread_what_nobody_asked_to_search_is_silent(options):
+    o = optim.SGD(parameters_of(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.0)], **options)
 
 
 def test_resuming_without_a_state_and_beyond_the_end():

@@ -78,9 +78,12 @@ def test_a_spread_too_wide_for_the_bounds_is_clipped_to_them():
     low, high = h.limits(0.7, 4)
     assert low == high
     assert all(0.5 <= h.value_of(0.7, low, m) <= 1.0 for m in multipliers(4, 0.9))
+    linear = Hyperparameter("h", 0.9, "linear", "linear", (0.5, 1.0), unit=1.0)
     for base in (0.5, 0.7, 1.0):
         scale, _ = h.limits(base, 4)
         assert 0.5 <= base * scale <= 1.0
+        scale, _ = linear.limits(base, 4)
+        assert 0.5 - 1e-9 <= base + math.log(scale) <= 1.0 + 1e-9
 
 
 def test_bases_of_zero_do_not_stand_for_the_others():

@@ -87,8 +87,20 @@ def test_bounds_of_a_momentum():
     for multiplier, value in ((1e-9, 0.5), (1e9, 0.95), (2.0, 0.5 + 0.45 * 16 / 17)):
         (during,) = stepped(optimizer, [momentum], {"momentum": multiplier})
         assert during["momentum"] == pytest.approx(value)
-    with pytest.raises(ValueError, match="must lie within"):
-        hdet.momentum(optimizer, bounds=(0.5, 1.5))
+    for bounds in ((0.5, 1.5), (0.5,), None):
+        with pytest.raises(ValueError, match="must lie within"):
+            hdet.momentum(optimizer, bounds=bounds)
+
+
+def test_bounds_do_not_turn_on_the_momentum_of_a_group_without():
+    optimizer = make(optim.SGD, momentum=0.9)
+    optimizer.param_groups[1]["momentum"] = 0.0
+    momentum = hdet.momentum(optimizer, bounds=(0.5, 0.95))
+    first, second = stepped(optimizer, [momentum], {"momentum": 2.0})
+    assert first["momentum"] > 0.9
+    assert second["momentum"] == 0.0
+    assert momentum.value_of(torch.tensor(0.0), 2.0, 2.0) == 0
+    assert 0.9 < momentum.value_of(torch.tensor(0.9), 2.0, 2.0) < 0.95
 
 
 @pytest.mark.parametrize("explore", [hdet.weight_decay, hdet.momentum])
@@ -98,7 +110,7 @@ def test_what_is_off_in_every_group_is_told(explore):
     model = nn.ParameterList(p for group in optimizer.param_groups for p in group["params"])
     options = {"total_steps": 9, "controller": hdet.Slope(), "probe": probe, "model": model}
     for per_group in (False, True):
-        with pytest.warns(UserWarning, match="is not explored: in every parameter group it is off"):
+        with pytest.warns(UserWarning, match="is off or at its bound now in every parameter group"):
             hdet.Ensemble(optimizer, [explore(optimizer, per_group=per_group)], **options).close()
     for group in optimizer.param_groups[:1]:
         group.update(weight_decay=0.1, momentum=0.9)

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "agreement": {"board", "hooks", "hyperparameters", "replicas"},
     "restore": {"shards"},
     "deepspeed": set(),
-    "local_gradients": {"replicas", "shards"},
+    "local_gradients": {"shards"},
     "outer_step": {"arguments"},
     "tail": {"arguments"},
     "controllers": {"arguments", "assignment"},
@@ -63,13 +63,16 @@ MAY_IMPORT = {
         "judge", "local_gradients", "no_effect", "outer_step", "probe", "replicas", "rollback", "shards", "tail",
     },
     "guard": {"board", "converge", "hooks", "judge", "replicas", "rounds", "settings", "tensors"},
-    "meeting": {"agreement", "converge", "guard", "joining", "judge", "replicas", "rounds", "settings", "tensors"},
+    "meeting": {
+        "agreement", "converge", "guard", "joining", "judge", "local_gradients", "replicas", "rounds", "settings",
+        "tensors",
+    },
     "engine": {
         "agreement", "controllers", "guard", "joining", "judge", "local_gradients", "meeting", "no_effect",
         "outer_step", "range_test", "record", "recording", "rollback", "rounds", "settings", "tail", "tensors",
         "values", "warm_init",
     },
-    "resume": {"agreement", "engine"},
+    "resume": {"agreement", "engine", "score"},
     "ensemble": {
         "agreement", "assignment", "checks", "controllers", "converge", "engine", "hooks", "hyperparameters", "joining",
         "judge", "local_gradients", "outer_step", "probe", "range_test", "record", "replicas", "resume", "rollback",

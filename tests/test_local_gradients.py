@@ -13,6 +13,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
+from hdet.local_gradients import LocalGradients
 
 
 def make(wrapped, interval=4, spread=0.0, hyperparameters=None, **options):
@@ -66,25 +67,78 @@ def test_replicas_train_on_their_own_and_are_averaged(wrapped):
     run(on_their_own, 2, wrapped)
 
 
-def around(inner):
+def around(how):
     """A wrapper around the module that the ensemble was given goes on sharing the gradients: it is told."""
     model = DistributedDataParallel(Net())
     o = optim.SGD(model.parameters(), lr=0.01)
-    given = model.module if inner else model
+    given = model if how == "the wrapper" else model.module
+    trained = model.module if how == "bare" else model
     ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.1)], interval=2, gradients="local", model=given)
+
+    def closure(number):
+        o.zero_grad()
+        x, y = batch(dist.get_rank(), number)
+        loss = ((trained(x) - y) ** 2).mean()
+        loss.backward()
+        return loss
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for number in range(4):
-            step(model, o, ensemble, number)
+        for number in range(6):
+            if how == "closures":
+                ensemble.step(o.step(lambda number=number: closure(number)))
+                continue
+            loss = closure(number)
+            o.step()
+            ensemble.step(loss)
     ensemble.close()
-    return [str(w.message) for w in caught if "pass the wrapper" in str(w.message)]
+    return [(str(w.message), w.filename) for w in caught if "pass the wrapper" in str(w.message)]
 
 
-def test_a_wrapper_around_the_model_is_told():
-    for said in run(around, 2, True):
-        (message,) = said
+@pytest.mark.parametrize("how", ["inner", "closures"])
+def test_a_wrapper_around_the_model_is_told(how):
+    for said in run(around, 2, how):
+        ((message, where),) = said
         assert "were the same on all replicas" in message
-    assert run(around, 2, False) == [[], []]
+        assert where == __file__
+
+
+@pytest.mark.parametrize("how", ["the wrapper", "bare"])
+def test_gradients_that_are_local_are_not(how):
+    assert run(around, 2, how) == [[], []]
+
+
+def test_gradients_that_are_not_finite_say_nothing():
+    p = nn.Parameter(torch.ones(2))
+    switch = LocalGradients(nn.ParameterList([p]))
+    for gradient in (math.inf, math.nan, 0.0):
+        p.grad = torch.full((2,), gradient)
+        switch.note([p])
+        switch.read(2 * switch.told(torch.device("cpu")).tolist())
+    p.grad = torch.ones(2)
+    switch.note([p])
+    with pytest.warns(UserWarning, match="pass the wrapper"):
+        switch.read(2 * switch.told(torch.device("cpu")).tolist())
+    assert switch.told(torch.device("cpu")).isnan()  # it is told once
+
+
+@pytest.mark.parametrize("kind", ["complex", "sparse", "half", "double"])
+def test_gradients_of_any_kind_are_added_up(kind):
+    p = nn.Parameter(torch.ones(4, 2, dtype={"complex": torch.complex64, "half": torch.bfloat16}.get(kind)))
+    p.grad = torch.full_like(p.data, 2.0)
+    if kind == "complex":
+        p.grad += 1j
+    if kind == "sparse":
+        p.grad = torch.sparse_coo_tensor(torch.tensor([[0, 0, 3]]), torch.ones(3, 2), (4, 2))
+    if kind == "double":
+        p = nn.Parameter(p.double())
+        p.grad = torch.full_like(p.data, 1e300)
+    switch = LocalGradients(nn.ParameterList([p]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        switch.note([p])
+    expected = {"complex": 24.0, "sparse": 6.0, "half": 16.0, "double": 8e300}[kind]
+    assert switch.told(torch.device("cpu")).tolist() == [pytest.approx(expected)]
 
 
 def traffic():

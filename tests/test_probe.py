@@ -210,8 +210,11 @@ def test_a_list_is_of_samples_or_with_batches_of_batches():
     listed = [torch.full((3,), float(i)) for i in range(6)]
     of_samples = hdet.Probe(listed, lambda model, b: b.mean() + 10 * b.dim(), size=6)
     assert of_samples.score(nn.Identity(), 0).item() == 22.5
-    of_batches = hdet.Probe(listed, lambda model, b: b.mean() + 10 * b.dim(), batches=2)
-    assert [of_batches.score(nn.Identity(), i).item() for i in range(4)] == [10.5, 12.5, 14.5, 10.5]
+    for kind in (list, tuple):
+        of_batches = hdet.Probe(kind(listed), lambda model, b: b.mean() + 10 * b.dim(), batches=2)
+        assert [of_batches.score(nn.Identity(), i).item() for i in range(4)] == [10.5, 12.5, 14.5, 10.5]
+    with pytest.raises(ValueError, match="is empty or has ended"):
+        hdet.Probe([], loss_fn, batches=2).score(nn.Identity(), 0)
 
 
 def test_the_shuffling_of_a_loader_does_not_touch_the_generator():
@@ -341,6 +344,8 @@ class Samples(IterableDataset):
         ({"size": 2.0}, "size must be an int"),
         ({"chunk": -1}, "chunk must be at least 1"),
         ({"batches": 0}, "batches must be at least 1"),
+        ({"batches": 2}, "batches must be None unless data is an iterable"),
+        ({"data": lambda index: [], "batches": 2}, "batches must be None unless data is an iterable"),
         ({"seed": "a"}, "seed must be an int"),
         ({"data": lambda index: [], "size": 4}, "size must be None unless data is a data set"),
         ({"data": iter([]), "collate_fn": list}, "collate_fn must be None unless"),

@@ -10,6 +10,7 @@ from processes import run
 from torch import nn, optim
 
 import hdet
+from hdet.resume import averaged_state
 from hdet.rollback.rollback import Alarm, Rollback
 
 
@@ -185,29 +186,42 @@ def test_the_start_is_that_of_the_first_steps_however_long_a_round_is(steps):
         assert len(found) < 2000 // steps + 2 + 300 // steps
 
 
-def long_rounds(interval):
-    """What the alarm of an ensemble takes for its start, and the losses that each replica gave."""
+def long_rounds(interval, batches=1, resumed=None):
+    """What the alarm of an ensemble takes for its start, and the losses of the steps of each replica."""
     p = nn.Parameter(torch.zeros(1))
     o = optim.SGD([p], lr=0.1)
-    ensemble = hdet.Ensemble(
-        o, [hdet.learning_rate(o, spread=0.1)], total_steps=200, interval=interval, rollback=hdet.Rollback()
-    )
-    given = []
+
+    def make(**options):
+        rate = hdet.learning_rate(o, spread=0.1)
+        return hdet.Ensemble(o, [rate], total_steps=200, interval=interval, rollback=hdet.Rollback(**options))
+
+    ensemble, given = make(), []
     for step in range(120):
-        p.grad = torch.ones(1)
-        o.step()
         given.append(3.0 + ensemble.replicas.rank - 0.02 * step)
-        if step == 25:  # saved and loaded in mid-round
-            ensemble.load_state_dict(ensemble.state_dict())
-        ensemble.step(given[-1])
+        for number in range(batches):
+            if number == batches - 1:
+                p.grad = torch.ones(1)
+                o.step()
+            ensemble.step(given[-1] + number - (batches - 1) / 2)
+        if step == 25 and resumed is not None:  # in mid-round
+            state = ensemble.state_dict()
+            ensemble.close()
+            ensemble = make(window=200 if resumed == "another window" else 100)
+            ensemble.load_state_dict(averaged_state(state) if resumed == "averaged" else state)
     start = ensemble.state_dict()["alarm"]["start"]
     ensemble.close()
     return start, given
 
 
-@pytest.mark.parametrize("interval", [10, 40, 100])
-def test_an_ensemble_tells_its_alarm_of_the_first_steps(interval):
-    found = hdet.in_process(long_rounds, 2, interval)
+@pytest.mark.parametrize(
+    ("interval", "batches", "resumed"),
+    [
+        (10, 1, None), (40, 1, None), (40, 4, None), (10, 16, None), (100, 1, "the same"), (40, 1, "another window"),
+        (40, 4, "averaged"),
+    ],
+)  # fmt: skip
+def test_an_ensemble_tells_its_alarm_of_the_first_steps(interval, batches, resumed):
+    found = hdet.in_process(long_rounds, 2, interval, batches, resumed)
     expected = sum(sum(given[:10]) / 10 for _, given in found) / 2
     assert [start for start, _ in found] == [pytest.approx(expected)] * 2
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from hdet.score import Score, as_loss
+from hdet.score import Score, as_loss, early_of
 
 CPU = torch.device("cpu")
 
@@ -106,18 +106,22 @@ def test_state_goes_on_to_the_last_bit():
 
 
 @pytest.mark.parametrize("as_tensors", [False, True])
-def test_the_first_losses_have_a_mean_of_their_own(as_tensors):
-    score, other = Score(early=3), Score(early=3)
-    losses = [torch.tensor(float(k)) if as_tensors else float(k) for k in (1, 2, 6, 100, 200)]
-    for count, loss in enumerate(losses):
-        assert score.early_mean(CPU).isnan() == (count < 3)
-        score.add(loss)
+def test_a_mark_keeps_the_mean_of_the_first_losses(as_tensors):
+    score, other = Score(), Score()
+    score.mark()  # nothing to keep yet
+    assert score.early_mean(CPU).isnan()
+    for count, loss in enumerate((1.0, 2.0, 6.0, 100.0, 200.0), start=1):
+        score.add(torch.tensor(loss) if as_tensors else loss)
+        if count >= 3:
+            score.mark()  # the first time counts
     assert score.early_mean(CPU).item() == 3.0
     other.load_state_dict(score.state_dict())
     assert other.early_mean(CPU).item() == 3.0
+    other.load_state_dict(early_of(score.state_dict()))
+    assert other.early_mean(CPU).item() == 3.0
+    assert other.count == 0
     score.reset()
     assert score.early_mean(CPU).isnan()
-    assert Score().early_mean(CPU).isnan()
 
 
 def test_nothing_of_the_loss_is_kept():

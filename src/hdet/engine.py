@@ -71,14 +71,14 @@ class Engine:
         self.values = Values(given.optimizers, explorable, self._before_step)
         self.fan_out = self.values.fan_out
         self.recorder = Recorder(explorable, given.optimizers, self.values, self.rounds)
-        self.judge = Judge(given.probe, given.model, 0 if given.rollback is None else given.rollback.alarm.early)
+        self.judge = Judge(given.probe, given.model)
         self.outer = OuterStep(given.outer_step)
         self.tail = Tail(given.tail_average, given.total_steps)
         self.recovery = Recovery(given.rollback, self.tensors, self.rounds)
         self.health = Health(given, self.tensors, self.rounds)
         self.joining = Joining()
-        self.meeting = Meeting(given, self.tensors, self.rounds, self.judge, self.health, self.joining)
         self.switch = LocalGradients(given.model if local else None)
+        self.meeting = Meeting(given, self.tensors, self.rounds, self.judge, self.health, self.joining, self.switch)
         self.opened = self.in_consensus = self.closed = self.resumed = False
         self.found: FoundRate | None = None
         self._on_round = tuple(on_round)
@@ -148,7 +148,10 @@ class Engine:
     def count(self) -> bool:
         """Count the optimizer steps that were taken; whether the round ends with them."""
         self._unseen = 0
-        return self.rounds.count(max(self.fan_out.count(), 1))
+        ends = self.rounds.count(max(self.fan_out.count(), 1))
+        if self.recovery.active and self.rounds.at.step_in_round >= self.recovery.early:
+            self.judge.score.mark()
+        return ends
 
     def note_unseen(self) -> None:
         """`Ensemble.step()` was called, but no optimizer step was seen since: a micro-batch, or a mistake."""
@@ -272,7 +275,6 @@ class Engine:
         began = time.perf_counter()
         tensors = self.meeting.to_average()
         judged, census = self.meeting.agree(tensors, full)
-        self.switch.warn_if_shared(self.rounds.replicas, self.meeting.device(tensors))
         if self.joining.ended:  # go along with the others
             full = census.full
             self.rounds.catch_up(census.step)

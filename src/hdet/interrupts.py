@@ -10,7 +10,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Within it Ctrl-C waits; at its end it is heard. Only the main thread hears it at all.
+    """Within it Ctrl-C waits; at its end it is heard, once. Only the main thread hears it at all.
+
+    A handler that Python did not set could not be put back, so it is left alone.
 
     >>> done = []
     >>> try:
@@ -22,14 +24,15 @@ def deferred_interrupts() -> Iterator[None]:
     >>> done
     ['all of it', 'then the interrupt']
     """
-    if threading.current_thread() is not threading.main_thread():
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
         yield
         return
     heard: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)  # None: not set by Python
+        signal.signal(signal.SIGINT, before)
         if heard:
             signal.raise_signal(signal.SIGINT)

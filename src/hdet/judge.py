@@ -27,7 +27,7 @@ class Judged(NamedTuple):
         probe: the loss of each replica's last weights on the round's probe; None without one.
         start: the loss of the weights that the round began with on it; None if it was not measured.
         given: whether every replica was given a loss in this round.
-        early: the mean of the round's first losses, of those replicas that have one; None if nobody has.
+        early: the mean of the round's first losses, of those replicas that have marked it; None if nobody has.
     """
 
     scores: tuple[float, ...]
@@ -44,7 +44,6 @@ class Judge:
         probe: a `Probe`, a callable that is given a number and returns the loss of the current weights on data that
             depend on the number alone, or None.
         model: the model, for a `Probe`.
-        early: how many first losses of a round have a mean of their own.
 
     Attributes:
         score: the mean training loss of the round so far.
@@ -52,8 +51,8 @@ class Judge:
         seconds_at_end: of these, spent at its end.
     """
 
-    def __init__(self, probe: AnyProbe | None, model: nn.Module | None, early: int = 0) -> None:
-        self.score = Score(early)
+    def __init__(self, probe: AnyProbe | None, model: nn.Module | None) -> None:
+        self.score = Score()
         self.seconds = self.seconds_at_end = 0.0
         self._probe = probe
         self._model = model

@@ -5,15 +5,15 @@ DistributedDataParallel has a switch for it, the one that its `no_sync()` turns 
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from hdet.replicas import Replicas
 from hdet.shards import part
 
 Gradients = Literal["shared", "local"]
@@ -43,22 +43,27 @@ class LocalGradients:
 
     @torch.no_grad()
     def note(self, parameters: Iterable[Tensor]) -> None:
-        """Before the first step: keep the sum of its gradients. No host read."""
+        """Before the first step: keep the sum of its gradients, by which the replicas can tell. No host read."""
         if not self._unsure or self._sum is not None:
             return
-        gradients = [part(p.grad) for p in parameters if p.grad is not None]
-        sums = [(g.coalesce().values() if g.is_sparse else g).sum(dtype=torch.float64) for g in gradients]
+        sums = [_sum(p.grad) for p in parameters if p.grad is not None]
         if sums:
             self._sum = torch.stack([total.to(sums[0].device) for total in sums]).sum()
 
-    def warn_if_shared(self, replicas: Replicas, device: torch.device) -> None:
-        """At the first converge: warn if the first step's gradients were the same on all replicas. Collective."""
-        if not self._unsure or replicas.size == 1:
+    def told(self, device: torch.device) -> Tensor:
+        """What the others are told at the end of a round: one number."""
+        if not self._unsure or self._sum is None:
+            return torch.full((1,), math.nan, dtype=torch.float64, device=device)
+        return self._sum.to(device).view(1)
+
+    def read(self, everyone: Sequence[float]) -> None:
+        """Warn if all replicas tell of the same gradients: somebody shares them."""
+        seen = [total for total in everyone if math.isfinite(total) and total != 0]
+        self._sum = None  # nobody has one that says something: the next round's first step is looked at
+        if not self._unsure or not seen:
             return
         self._unsure = False
-        mine = torch.zeros(1, dtype=torch.float64, device=device) if self._sum is None else self._sum.to(device).view(1)
-        everyone = [row[0] for row in replicas.gather(mine)]
-        if everyone[0] != 0 and all(total == everyone[0] for total in everyone):
+        if len(everyone) > 1 and len(seen) == len(everyone) and len(set(seen)) == 1:
             warnings.warn(
                 "gradients are to be local, but in the first step they were the same on all replicas: if a wrapper "
                 "around the model shares them, pass the wrapper, Ensemble(..., model=ddp); if all replicas were given "
@@ -89,3 +94,13 @@ class LocalGradients:
         for wrapper, (gradients, buffers) in zip(self._wrappers, self._before, strict=True):
             setattr(wrapper, _SWITCH, gradients)
             setattr(wrapper, _BUFFERS, buffers)
+
+
+def _sum(gradient: Tensor) -> Tensor:
+    """Its elements added up, as a double, without a copy of it."""
+    gradient = part(gradient)
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient)
+    return gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float32)).double()

@@ -13,6 +13,7 @@ from hdet.guard.health import Health
 from hdet.guard.quarantine import Census, ended, restore_state, take_census
 from hdet.joining import Joining
 from hdet.judge import Judge, Judged
+from hdet.local_gradients import LocalGradients
 from hdet.replicas import LostReplicaError, collective_device
 from hdet.rounds import Rounds
 from hdet.settings import Settings
@@ -31,13 +32,21 @@ class Meeting:
         judge: what they are compared by.
         health: how this one is.
         joining: whether its data have ended.
+        switch: whether its gradients are local.
     """
 
     def __init__(
-        self, settings: Settings, tensors: Tensors, rounds: Rounds, judge: Judge, health: Health, joining: Joining
+        self,
+        settings: Settings,
+        tensors: Tensors,
+        rounds: Rounds,
+        judge: Judge,
+        health: Health,
+        joining: Joining,
+        switch: LocalGradients,
     ) -> None:
         self._settings, self._tensors, self._rounds = settings, tensors, rounds
-        self._judge, self._health, self._joining = judge, health, joining
+        self._judge, self._health, self._joining, self._switch = judge, health, joining, switch
 
     def to_average(self) -> list[Tensor]:
         """What is averaged at the end of this round."""
@@ -50,18 +59,18 @@ class Meeting:
     def agree(self, tensors: Sequence[Tensor], full: bool) -> tuple[Judged, Census]:
         """Check that all replicas are at the same place with the same tensors; return what they are judged by."""
         at, replicas, gone = self._rounds.at, self._rounds.replicas, self._joining.ended
-        device = self.device(tensors)
+        device = self._device(tensors)
         compared = self._rounds.explores
         scores = self._judge.end(at.round, full and compared, replicas, device)
         how = self._health.condition(device, full=full, joining=self._joining.open, ended=gone)
         replicas.arrive(f"{_NO_MORE_DATA if gone else f'the end of round {at.round}'} (step {at.step})")
         options, explored = [*self._settings.options().items()], self._settings.hyperparameters
+        numbers = torch.cat([scores, self._switch.told(device), how])
         try:
-            table = round_end.agree(
-                replicas, at.step, converge.layout(tensors), options, explored, torch.cat([scores, how]), ended
-            )
+            table = round_end.agree(replicas, at.step, converge.layout(tensors), options, explored, numbers, ended)
         except LostReplicaError as error:
             raise error.and_then(converge.UNTOUCHED) from error
+        self._switch.read([row[len(scores)] for row in table])
         if gone:
             full = any(row[-1] for row in table if not ended(row))
         judged = self._judge.read(table, full and compared)
@@ -86,7 +95,7 @@ class Meeting:
         if self._settings.average_state:
             return
         state = self._tensors.own_state()
-        layout = torch.tensor([converge.layout(state)], dtype=torch.float64, device=self.device(state))
+        layout = torch.tensor([converge.layout(state)], dtype=torch.float64, device=self._device(state))
         same = round_end.Claim(
             "the optimizer state", "every replica must have taken a step", float(layout), checksum=True
         )
@@ -99,17 +108,16 @@ class Meeting:
         at, replicas = self._rounds.at, self._rounds.replicas
         replicas.arrive(f"the end of the run (step {at.step})")
         try:
-            return self._judge.loss(at.round + 1 + number, replicas, self.device(()))
+            return self._judge.loss(at.round + 1 + number, replicas, self._device(()))
         except LostReplicaError as error:
             raise error.and_then("the weights of this replica are those of the last step") from error
 
     def follow(self, numbers: Sequence[float], leader: int) -> list[float]:
         """The numbers of replica `leader`, in place of these."""
-        told = torch.tensor(numbers, dtype=torch.float64, device=self.device(()))
+        told = torch.tensor(numbers, dtype=torch.float64, device=self._device(()))
         self._rounds.replicas.broadcast(told, leader)
         return told.tolist()
 
-    def device(self, tensors: Sequence[Tensor]) -> torch.device:
-        """Where what they tell each other lies."""
+    def _device(self, tensors: Sequence[Tensor]) -> torch.device:
         held = tensors or self._tensors.parameters()
         return collective_device(held) if held else self._rounds.replicas.device

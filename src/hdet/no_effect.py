@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 
-from hdet.controllers import Auto, Controller, Fixed, LineSearch, Plan, Softmax
+from hdet.controllers import Controller, Fixed, LineSearch, Plan, Softmax
 from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.hyperparameters.in_forward import InForward
 from hdet.hyperparameters.in_groups import InGroups
@@ -13,13 +13,12 @@ from hdet.outer_step import OuterStep
 
 
 def warn_without_effect(
-    controller: Controller, wants: Plan, act: bool, explores: bool, interval: int, total_steps: int | None
+    controller: Controller, searches: bool, act: bool, explores: bool, interval: int, total_steps: int | None
 ) -> None:
-    """Warn of arguments that change nothing, with what to do."""
+    """Warn of arguments that change nothing, with what to do; `searches` if somebody has asked for a line search."""
     name = type(controller).__name__
     problem = None
-    compares = controller.needs_score or (isinstance(controller, (Auto, LineSearch)) and wants.why and not wants.finds)
-    if compares and not explores:
+    if (controller.needs_score or searches) and not explores:
         problem = f"{name} has no effect, as nothing is explored: give a hyperparameter a spread"
     elif not act and isinstance(controller, Fixed):
         problem = "act=False has no effect without a controller that moves something: pass one, or leave act out"
@@ -58,8 +57,8 @@ def warn_of_bases(explored: Iterable[Hyperparameter]) -> None:
     for place, each in off.items():
         if all(each):
             warnings.warn(
-                f"{place} is not explored: in every parameter group it is off or at its bound, where every multiple of "
-                "it is the same; begin with another value, or leave it out of the hyperparameters",
+                f"{place} is off or at its bound now in every parameter group, where every multiple of it is the same: "
+                "it is not explored; begin with another value, or leave it out of the hyperparameters",
                 stacklevel=5,
             )
     for h in explored:

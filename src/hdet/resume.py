@@ -6,6 +6,7 @@ from typing import Any
 
 from hdet.agreement.round_end import check_same_replica
 from hdet.engine import Engine
+from hdet.score import early_of
 
 _VERSION = 2
 
@@ -70,7 +71,9 @@ def start_from(engine: Engine, step: int) -> None:
 
 
 def averaged_state(state: dict[str, Any]) -> dict[str, Any]:
-    """A state of mid-round for replicas whose weights were averaged."""
+    """A state of mid-round for replicas whose weights were averaged. Of its losses only the first ones are kept."""
     progress = state["progress"]
     kept = {key: value for key, value in state.items() if key not in ("mid_round", "judge")}
+    if "judge" in state:
+        kept["judge"] = {**early_of(state["judge"]), "start": None}
     return {**kept, "progress": {**progress, "cut": progress["step_in_round"] > 0, "noisy": False}}

@@ -41,17 +41,12 @@ def as_loss(loss: Loss) -> Tensor | float:
 
 
 class Score:
-    """The mean of the losses added since `reset()`: one per step, or one per micro-batch.
+    """The mean of the losses added since `reset()`: one per step, or one per micro-batch."""
 
-    Args:
-        early: how many of the first ones have a mean of their own; 0 for none.
-    """
-
-    def __init__(self, early: int = 0) -> None:
+    def __init__(self) -> None:
         self._total: Tensor | float = 0.0
         self._count = 0
-        self._early = early
-        self._early_total: Tensor | float | None = None
+        self._early: tuple[Tensor | float, int] | None = None
 
     def add(self, loss: Tensor | float) -> None:
         """Add one loss, as `as_loss` returns it, and keep nothing of it. No collective, no host read."""
@@ -63,8 +58,11 @@ class Score:
             self._total = total.to(loss.device) + loss
         else:
             total += loss
-        if self._count == self._early:
-            self._early_total = _copy(self._total)
+
+    def mark(self) -> None:
+        """Keep the mean so far as the early one, unless there is one. No host read."""
+        if self._early is None and self._count:
+            self._early = _copy(self._total), self._count
 
     @property
     def count(self) -> int:
@@ -78,26 +76,31 @@ class Score:
         return torch.as_tensor(self._total, dtype=torch.float64, device=device) / self._count
 
     def early_mean(self, device: torch.device) -> Tensor:
-        """That of the first ones; NaN while there are fewer."""
-        if self._early_total is None:
-            return torch.full((), math.nan, dtype=torch.float64, device=device)
-        return torch.as_tensor(self._early_total, dtype=torch.float64, device=device) / self._early
+        """What it was when it was marked; NaN if it was not."""
+        total, count = self._early or (math.nan, 1)
+        return torch.as_tensor(total, dtype=torch.float64, device=device) / count
 
     def reset(self) -> None:
         """Begin a new round."""
-        self._total, self._count, self._early_total = 0.0, 0, None
+        self._total, self._count, self._early = 0.0, 0, None
 
     def state_dict(self) -> dict[str, Any]:
         """What was added so far in this round, to the last bit."""
-        return {"total": _copy(self._total), "count": self._count, "early": _copy(self._early_total)}
+        early = None if self._early is None else (_copy(self._early[0]), self._early[1])
+        return {"total": _copy(self._total), "count": self._count, "early": early}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`."""
         total, early = state["total"], state.get("early")
         self._total = total.clone() if isinstance(total, Tensor) else float(total)
         self._count = cast(int, state["count"])
-        self._early_total = _copy(early)
+        self._early = None if early is None else (_copy(early[0]), int(early[1]))
 
 
-def _copy(total: Tensor | float | None) -> Any:
+def early_of(state: dict[str, Any]) -> dict[str, Any]:
+    """A saved score of which only the early mean is left."""
+    return {**Score().state_dict(), "early": state.get("early")}
+
+
+def _copy(total: Tensor | float) -> Tensor | float:
     return total.clone() if isinstance(total, Tensor) else total

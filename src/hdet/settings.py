@@ -168,7 +168,8 @@ def read_settings(
     )
     if settings.tail_average:
         check_shards(optimizers, model, where, gradients)  # what is scored is shared out over the replicas
-    no_effect.warn_without_effect(wants, told, act, bool(explored), settings.interval, total_steps)
+    searches = controller is not None and told.needs_line
+    no_effect.warn_without_effect(wants, searches, act, bool(explored), settings.interval, total_steps)
     no_effect.warn_of_probe(wants, probe, told, local, settings.tail_average)
     no_effect.warn_of_bases(explored)
     no_effect.warn_of_outer_step(outer, settings.interval, total_steps)

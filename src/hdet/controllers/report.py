@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hdet.arguments import check_count
+from hdet.arguments import Rule, check_count, check_number
 from hdet.assignment import Design
 
 State = dict[str, dict[str, float]]
@@ -125,6 +125,9 @@ class Controller(Protocol):
         """The state after one full round. `state` itself is left as it is."""
 
 
+_A_PART = Rule(lambda x: 0 <= x <= 1, "lie in [0, 1]", "0.5")
+
+
 def plan(controller: Controller, names: Sequence[str], total_steps: int | None) -> Plan:
     """What `controller` wants of a run; nothing special if it does not say.
 
@@ -139,6 +142,13 @@ def plan(controller: Controller, names: Sequence[str], total_steps: int | None) 
         raise TypeError(f"{who} must return an hdet.Plan, got {wanted!r}; write hdet.Plan(interval=10)")
     if wanted.interval is not None:
         check_count(f"interval of {who}", wanted.interval)
+    for name, value in (("outer_step", wanted.outer_step), ("tail_average", wanted.tail_average)):
+        check_number(f"{name} of {who}", value, _A_PART)
+    for name, words in (("until", "steps"), ("why", "words")):
+        if not isinstance(getattr(wanted, name), Mapping):
+            raise TypeError(f"{name} of {who} must be a dict of {words} by name, got {getattr(wanted, name)!r}")
+    for name, step in wanted.until.items():
+        check_count(f"until of {who} for {name}", step, least=0)
     return wanted
 
 

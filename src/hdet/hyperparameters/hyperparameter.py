@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -152,15 +152,14 @@ class Hyperparameter:
         if self.coordinate == "logit" or (self.coordinate == "log" and base <= 0.0):
             return _ANYTHING
         if self.coordinate == "log":
-            least, most = low / base / min(rungs), high / base / max(rungs)
+            down, up = low / base, high / base
         else:
-            least = math.exp(max((low - base) / self.unit, -700.0)) / min(rungs)
-            most = math.exp(min((high - base) / self.unit, 700.0)) / max(rungs)
+            down = math.exp(max((low - base) / self.unit, -700.0))
+            up = math.exp(min((high - base) / self.unit, 700.0))
+        least, most = down / min(rungs), up / max(rungs)
         if least <= most:
             return least, most
-        middle = math.sqrt(least * most)  # too wide for the bounds: values are cut, and the center lies within them
-        if self.coordinate == "log":
-            middle = min(max(middle, low / base), high / base)
+        middle = min(max(math.sqrt(least * most), down), up)  # too wide for the bounds: values are cut, not the center
         return middle, middle
 
     def _move(self, x: Number, k: float) -> Number:
@@ -170,7 +169,7 @@ class Hyperparameter:
             return x + self.unit * math.log(k)  # type: ignore[return-value]
         low, high = self.bounds
         p = (self._bounded(x) - low) / (high - low)
-        return low + (high - low) * (k * p / (1 + (k - 1) * p))  # type: ignore[return-value]
+        return self._unless_off(x, low + (high - low) * (k * p / (1 + (k - 1) * p)))
 
     def _factor(self, center: float, value: float) -> float:
         """What moves the center to the value; of "log" and "linear"."""
@@ -182,10 +181,15 @@ class Hyperparameter:
         low, high = self.bounds
         if not self.is_bounded:
             return x
+        return self._unless_off(x, x.clamp(low, high) if isinstance(x, Tensor) else min(max(x, low), high))
+
+    def _unless_off(self, x: Number, otherwise: Any) -> Number:
+        """`otherwise`, but 0 where x is if that means off."""
+        if not self.off_at_zero:
+            return otherwise  # type: ignore[no-any-return]
         if isinstance(x, Tensor):
-            cut = x.clamp(low, high)
-            return torch.where(x.ne(0), cut, x) if self.off_at_zero else cut  # type: ignore[return-value]
-        return x if self.off_at_zero and not x else min(max(x, low), high)  # type: ignore[return-value]
+            return torch.where(x.ne(0), otherwise, x)  # type: ignore[return-value]
+        return otherwise if x else x
 
 
 def check_scalar(h: Hyperparameter) -> None:

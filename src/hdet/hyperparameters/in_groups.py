@@ -133,7 +133,8 @@ def weight_decay(
     per_group: bool = False,
     bounds: tuple[float, float] = (0.0, float("inf")),
 ) -> InGroups | list[InGroups]:
-    """The weight decay, of all groups as one joint scale, or `per_group`. Groups without decay stay without.
+    """The weight decay, of all groups as one joint scale, or `per_group`. Groups without decay, now or by their
+    schedule, stay without, whatever the bounds.
 
     A regulariser: judge it with a held-out `Probe`. On training loss it runs to zero. Arguments as in
     `learning_rate`.
@@ -161,9 +162,9 @@ def momentum(
     first = unwrap(optimizer[0] if isinstance(optimizer, Sequence) else optimizer)
     if beta not in (1, 2):
         raise ValueError(f"beta must be 1 or 2, got {beta!r}")
-    if not 0 <= bounds[0] < bounds[1] <= 1:
+    if not (isinstance(bounds, tuple) and len(bounds) == 2 and 0 <= bounds[0] < bounds[1] <= 1):
         raise ValueError(f"bounds of a momentum must lie within (0, 1), got {bounds}; write for example (0.5, 0.99)")
-    options: dict[str, Any] = {"coordinate": "logit", "bounds": bounds}
+    options: dict[str, Any] = {"coordinate": "logit", "bounds": bounds, "off_at_zero": True}
     if "betas" in first.defaults:
         about = InGroups(f"beta{beta}", float(spread), ladder, key="betas", index=beta - 1, **options)
     elif "momentum" in first.defaults and beta == 1:

@@ -150,7 +150,7 @@ class _Stream:
             except StopIteration:
                 self._iterator = None
         raise ValueError(
-            "data must be an iterable that can be started again, got one that has ended; pass a DataLoader"
+            "data must be an iterable that can be started again, got one that is empty or has ended; pass a DataLoader"
         )
 
 
@@ -164,8 +164,14 @@ def find_source(
     """
     if isinstance(data, IterableDataset):
         raise TypeError("data must give batches, but an IterableDataset gives samples; pass DataLoader(data, ...)")
-    of_batches = isinstance(data, list) and batches is not None
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not of_batches:
+    of_batches = isinstance(data, (list, tuple)) and batches is not None
+    counted = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not of_batches
+    if batches is not None and (counted or callable(data)):
+        raise ValueError(
+            f"batches must be None unless data is an iterable of batches, got {batches}; write size= for a data set; a "
+            "function gives as many as it likes"
+        )
+    if counted:
         return _DataSet(data, *_check_size(len(data), size, chunk), seed, collate or default_collate)
     for name, value in (("size", size), ("chunk", chunk), ("collate_fn", collate)):
         if value is not None:

@@ -31,7 +31,7 @@ class Probe:
             a function `data(index)` that gives a list of batches, the same on every replica; or an iterable of
             batches, such as a DataLoader. Of that the first replica takes the next `batches` for each new index, and
             gives them to the others (tensors in tuples, lists and dicts); from its end, and after a resume, it starts
-            again. A list is a data set of samples; with `batches=` it is one of batches. Make one probe per replica.
+            again. A list is a data set of samples; with `batches=` it has batches. Make one probe per replica.
         loss_fn: `loss_fn(model, batch)`, the mean loss of a batch. It gets the module inside DDP and torch.compile,
             whose forward sends nothing, and moves the batch to the device as training does.
         size: samples in a probe, of a data set; by default 1024, or all if there are fewer. About four global

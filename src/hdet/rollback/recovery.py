@@ -33,6 +33,11 @@ class Recovery:
         """What the learning rates are multiplied by when it goes back."""
         return 1.0 if self._keeper is None else self._keeper.rollback.cut
 
+    @property
+    def early(self) -> int:
+        """How many first steps of a run its start is the mean of."""
+        return 0 if self._keeper is None else self._keeper.rollback.alarm.early
+
     def watch(self, losses: Sequence[float], early: float | None, checkpoint: str | None) -> Verdict:
         """What to do after a round with these mean losses of the replicas that count, none if nobody was judged, and
         `early` as the mean of its first ones.
