@@ -28,7 +28,7 @@ docs: $(INSTALLED)
 
 # What takes long, and packages that take minutes to install. DeepSpeed builds itself with the torch that is there.
 soak: $(BROWSER)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[soak]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[soak]'
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		--no-build-isolation deepspeed
 	$(BIN)/python -m pytest -m soak --timeout 3600
@@ -42,6 +42,7 @@ evidence: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	-$(BIN)/python -m compileall -qq -j 0 .venv/lib  # on all cores; pip has one, and some packages hold odd files
 	touch $@
 
 # The page of `hdet report` is tested in a real browser: Chromium or Chrome, found or installed.
