@@ -41,8 +41,7 @@ evidence: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	-$(BIN)/python -m compileall -qq -j 0 .venv/lib  # on all cores; pip has one, and some packages hold odd files
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
 # The page of `hdet report` is tested in a real browser: Chromium or Chrome, found or installed.
