@@ -82,7 +82,7 @@ FULL = (  # the same, from every start with every seed
     Part("text", "long", ("plain", "auto")),
     Part("text", "long", ("paper",), ("1/30", "1/10", "10")),
     Part("digits", "long", ("plain", "auto")),
-    Part("digits", "long", ("paper",), ("1/30", "10")),
+    Part("digits", "long", ("paper",), ("1/30", "1/10", "10")),
 )
 
 
