@@ -149,7 +149,7 @@ class Engine:
         """Count the optimizer steps that were taken; whether the round ends with them."""
         self._unseen = 0
         ends = self.rounds.count(max(self.fan_out.count(), 1))
-        if self.recovery.active and self.rounds.at.step_in_round >= self.recovery.early:
+        if 0 < self.recovery.early <= self.rounds.at.step_in_round:
             self.judge.score.mark()
         return ends
 

@@ -17,10 +17,14 @@ class Recovery:
         rollback: when, and what then.
         tensors: what is kept and put back.
         rounds: where the run is.
+
+    Attributes:
+        early: how many first steps of a run its start is the mean of; 0 without a rollback.
     """
 
     def __init__(self, rollback: Rollback | None, tensors: Tensors, rounds: Rounds) -> None:
         self._keeper = None if rollback is None else Keeper(rollback)
+        self.early = 0 if rollback is None else rollback.alarm.early
         self._tensors, self._rounds = tensors, rounds
 
     @property
@@ -32,11 +36,6 @@ class Recovery:
     def cut(self) -> float:
         """What the learning rates are multiplied by when it goes back."""
         return 1.0 if self._keeper is None else self._keeper.rollback.cut
-
-    @property
-    def early(self) -> int:
-        """How many first steps of a run its start is the mean of."""
-        return 0 if self._keeper is None else self._keeper.rollback.alarm.early
 
     def watch(self, losses: Sequence[float], early: float | None, checkpoint: str | None) -> Verdict:
         """What to do after a round with these mean losses of the replicas that count, none if nobody was judged, and
