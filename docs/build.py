@@ -33,8 +33,8 @@ SECTIONS = {
     ),
     "Checkpoints": ("save", "load", "Checkpoint", "replica_key"),
     "Records": (
-        "RoundRecord", "HyperparameterRecord", "JSONLines", "read_records", "Progress", "describe", "metrics",
-        "make_schedule", "ReplayLR",
+        "RoundRecord", "HyperparameterRecord", "SearchRecord", "JSONLines", "read_records", "Progress", "describe",
+        "metrics", "make_schedule", "ReplayLR",
     ),
     "Replicas": ("in_process", "data_parallel", "find_replicas", "ReplicaError"),
 }  # fmt: skip

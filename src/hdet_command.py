@@ -5,18 +5,38 @@ It lies beside the package because everything inside imports torch first. Go on 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
+from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
+
+_SIGNALS = 128  # exit codes above it are those of signals
 
 
 def main() -> int:
-    """The exit code of `hdet.lab.cli.main`."""
+    """The exit code of `hdet.lab.cli.main`.
+
+    A command that was stopped ends at once: taking torch apart takes as long as a short run.
+    """
+    if sys.argv[1:] == ["--version"]:
+        with contextlib.suppress(PackageNotFoundError):  # of sources that are not installed; the command says so
+            print(f"hdet {version('hdet')}")
+            return 0
     before = signal.signal(signal.SIGINT, _stop)
     from hdet.lab.cli import main as command  # noqa: PLC0415
 
     signal.signal(signal.SIGINT, before)
-    return command()
+    code = command()
+    if code > _SIGNALS:
+        from hdet.lab.launch import end_server  # noqa: PLC0415
+
+        end_server()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -94,9 +94,10 @@ def test_the_first_rate_that_gives_half_back():
 def test_what_became_of_the_groups(tmp_path):
     bases, scales = (0.2, 1.0, 0.6, 0.2, 0.01), (1.0, 1.0, 0.9, 0.5, 7.0)
     rounds = [
-        {"step": k, "hyperparameters": {"learning_rate/dense": {"base": base, "scale": scale}}}
+        {"round": k, "step": k, "full": True, "scores": [1.0], "hyperparameters": {"learning_rate/dense": {
+            "base": base, "center": base * scale, "values": [base * scale], "scale": scale, "proposed_scale": scale}}}
         for k, (base, scale) in enumerate(zip(bases, scales, strict=True))
-    ]
+    ]  # fmt: skip
     (tmp_path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
     assert ablation._groups([tmp_path]) == {"dense": {"half": 0.9, "tenth": 0.5}}
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import datetime
+import json
 import os
 import pathlib
 import socket
@@ -185,6 +186,27 @@ def test_what_is_wrong_or_different_on_one_replica_is_said_alike_by_all():
             wrong[kind] = names, texts, seconds
     assert not wrong, "\n".join(f"{kind}: {said}" for kind, said in wrong.items())
     assert len(KINDS) >= 25
+
+
+def said_over_tcp(folder, port, kind):
+    """As most programs are run: rank 0 serves the store, and whoever meets an error is gone at once."""
+    rank, size = int(os.environ["HDET_TEST_RANK"]), int(os.environ["HDET_TEST_SIZE"])
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    said = what_is_said(kind)
+    (pathlib.Path(folder) / str(rank)).write_text(json.dumps(said))
+    os._exit(1)
+
+
+@pytest.mark.parametrize("kind", ["seed", "rate", "shape", "bad interval", "an unforeseen error", "another call"])
+def test_it_is_said_by_all_although_whoever_serves_the_store_leaves_at_once(tmp_path, kind):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with contextlib.suppress(ReplicaError):
+        run(said_over_tcp, 4, str(tmp_path), port, kind, timeout=30, initialise=False)
+    told = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(4)]
+    assert len({(name, text) for name, text, _ in told}) == 1, told
+    assert KINDS[kind][3] in told[0][1]
 
 
 def nothing_is_left_of_a_failed_one():

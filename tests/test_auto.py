@@ -1,9 +1,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn, optim
 
 import hdet
-from hdet.controllers import Observation, Report, check_state
+from hdet.controllers import Observation, Report, check_state, plan
 
 RUNGS = tuple(hdet.assignment.multipliers(4, 2.0, "log"))
 ONES = (1.0,) * 4
@@ -34,10 +36,10 @@ def report(multipliers, total_steps, step=100):
     ],
 )  # fmt: skip
 def test_the_plan(names, total_steps, interval, outer_step, design, until, finds):
-    plan = hdet.Auto().plan(names, total_steps)
-    assert (plan.interval, plan.outer_step, plan.design) == (interval, outer_step, design)
-    assert (dict(plan.until), plan.finds) == (until, finds)
-    assert set(plan.why) == set(names)
+    told = hdet.Auto().plan(names, total_steps)
+    assert (told.interval, told.outer_step, told.design) == (interval, outer_step, design)
+    assert (dict(told.until), told.finds) == (until, finds)
+    assert set(told.why) == set(names)
 
 
 def test_an_outer_step_is_asked_for_where_the_rate_was_found():
@@ -115,3 +117,73 @@ def test_its_state_is_checked_against_its_own():
 def test_bad_options(bad, error):
     with pytest.raises(error, match=f"{next(iter(bad))} must"):
         hdet.Auto(**bad)
+
+
+def test_one_replica_searches_first_in_a_short_run_too():
+    auto = hdet.Auto()
+    assert auto.plan(["learning_rate"], 400, 1) == replace(
+        auto.plan(["learning_rate"], 501), tail_average=0.0, why=auto.plan(["learning_rate"], 400, 1).why
+    )
+    assert "one replica" in auto.plan(["learning_rate"], 400, 1).why["learning_rate"]
+    assert not auto.plan(["learning_rate"], 400, 2).finds
+    assert not hdet.Auto(finds=False).plan(["learning_rate"], 400, 1).finds
+    assert auto.plan(["momentum"], 400, 1) == auto.plan(["momentum"], 400, 2)
+
+
+def test_plans_with_and_without_the_number_of_replicas():
+    class Told(hdet.Fixed):
+        def plan(self, names, total_steps, replicas=None):
+            return hdet.Plan(interval=replicas)
+
+    class Untold(hdet.Fixed):
+        def plan(self, names, total_steps):
+            return hdet.Plan(interval=7)
+
+    assert [plan(told(), ["a"], 10, 3).interval for told in (Told, Untold, hdet.Fixed)] == [3, 7, None]
+
+
+def problem(prepared, steps=400, rate=1e-4):
+    """A short run from a rate 30 times too low; how many replicas, whether a search is planned, and the last loss."""
+    torch.manual_seed(0)
+    model = hdet.data_parallel(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1)))
+    o = optim.Adam(model.parameters(), lr=rate)
+    schedule = optim.lr_scheduler.OneCycleLR(o, max_lr=rate, total_steps=steps)
+
+    def batch(index):
+        x = torch.randn(64, 8, generator=torch.Generator().manual_seed(index))
+        return x, (x[:, :4] * x[:, 4:]).sum(1, keepdim=True) / 2
+
+    def loss_of(model, given):
+        return (model(given[0]) - given[1]).square().mean()
+
+    probe = hdet.Probe(lambda index: [batch(10_000 + index)], loss_of)
+    events = []
+    ensemble = hdet.Ensemble(
+        o, [hdet.learning_rate(o, spread=2.0, ladder="log")], total_steps=steps, model=model, probe=probe,
+        on_round=[lambda record: events.extend(record.events)],
+    )  # fmt: skip
+    if prepared:
+        ensemble.prepare(lambda index: loss_of(model, batch(index)).backward())
+    for step in range(steps):
+        loss = loss_of(model, batch(step))
+        loss.backward()
+        o.step()
+        o.zero_grad()
+        schedule.step()
+        ensemble.step(loss)
+    ensemble.close()
+    return events, loss_of(model, batch(99_999)).item()
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_a_short_run_in_one_process_ends_well(in_process):
+    events, found = hdet.in_process(lambda: problem(True), 1)[0] if in_process else problem(True)
+    assert "to be found before the first step" in events[0]
+    assert any(event.startswith("found: ") for event in events)
+    assert found < 0.15
+
+
+def test_a_search_that_was_not_made_is_missed():
+    with pytest.warns(UserWarning, match="one replica, but prepare"):
+        _, lost = problem(False)
+    assert lost > 0.5

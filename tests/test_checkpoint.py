@@ -1,8 +1,17 @@
 """Saving and loading a run on real processes: exactness, agreement, refusals, what is kept."""
 
+import dataclasses
+import fcntl
 import os
+import pathlib
+import re
 import resource
+import shutil
+import subprocess
+import sys
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,7 +23,7 @@ from processes import run
 from torch import nn
 
 import hdet
-from hdet.checkpoint import folder, random_state
+from hdet.checkpoint import folder, in_use, random_state
 
 
 def names(path):
@@ -478,8 +487,244 @@ def full_disk(path, where):
 def test_a_full_disk_on_one_replica_fails_on_all_and_leaves_the_rest(tmp_path, where):
     first, second = run(full_disk, 2, str(tmp_path), where)
     assert first == second
-    assert f"replica {where} says: " in first
+    assert f"replica {where} says: a file may not be that large here (File too large): " in first
+    assert f".pt needs about 0.{1 if where else 0} MB in {tmp_path}; make room" in first
     assert names(tmp_path) == ["000001-step-1", "000002-step-3"]
+
+
+def forged(path, change, optimizer_class=torch.optim.AdamW, **options):
+    """Save, let `change` forge the optimizer's state in the file, and load into a fresh model; the error, if any."""
+    options = {"lr": 0.01, **options}
+
+    def make():
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        parameters = [p for p in model.parameters() if p.dim() == 2 or optimizer_class is not torch.optim.Muon]
+        return {"model": model, "optimizer": optimizer_class(parameters, **options)}
+
+    entries = make()
+    for _ in range(2):
+        entries["model"](torch.ones(5, 4)).square().sum().backward()
+        entries["optimizer"].step()
+    saved = hdet.save(path, entries, step=1)
+    manifest = folder.read_manifest(saved)
+    content = folder.read(saved, folder.SHARED, manifest)
+    change(content["entries"]["optimizer"]["state"]["state"])
+    (saved / folder.SHARED).unlink()
+    written = folder.write(saved / folder.SHARED, content)
+    (saved / "checkpoint.json").write_bytes(
+        folder._signed(dataclasses.replace(manifest, files={**manifest.files, folder.SHARED: written}))
+    )
+    fresh = make()
+    before = [t.clone() for t in fresh["model"].state_dict().values()]
+    try:
+        hdet.load(path, fresh)
+    except ValueError as error:
+        assert all(torch.equal(a, b) for a, b in zip(before, fresh["model"].state_dict().values(), strict=True))
+        assert not any(fresh["optimizer"].state.get(p) for p in fresh["model"].parameters() if p.dim() > 1)
+        return str(error)
+    fresh["model"](torch.ones(5, 4)).square().sum().backward()
+    fresh["optimizer"].step()
+    return None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda s: s[0].update(exp_avg=torch.zeros(2, 2)),
+         r"exp_avg of the parameter '0.weight' is \(2, 2\) in the checkpoint, and must be \(3, 4\)"),
+        (lambda s: s[0].update(exp_avg_sq=torch.zeros(4)), r"exp_avg_sq of the parameter '0.weight' is \(4,\)"),
+        (lambda s: s[3].pop("exp_avg_sq"), r"the parameter '1.bias' has no exp_avg_sq in the checkpoint, which AdamW"),
+        (lambda s: s[3].pop("step"), r"the parameter '1.bias' has no step"),
+        (lambda s: s[1].update(step=torch.zeros(3)), r"step of the parameter '0.bias' is \(3,\).*must be one number"),
+        (lambda s: s[0].update(exp_avg=torch.zeros(3, 4).long()), r"exp_avg of .* is \(3, 4\) of torch.int64"),
+        (lambda s: s[1].update(exp_avg=1.0), r"exp_avg of the parameter '0.bias' is a float"),
+        (lambda s: s.update({2: 5}), r"the state of the parameter '1.weight' is a int"),
+    ],
+)  # fmt: skip
+def test_optimizer_state_that_does_not_fit_is_refused(tmp_path, change, says):
+    assert re.search(says, forged(tmp_path, change) or "loaded")
+
+
+class Factored(torch.optim.SGD):
+    """An optimizer of somebody's own, whose second moments are one number for each row."""
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state.setdefault("exp_avg", torch.zeros_like(p))
+            state.setdefault("exp_avg_sq", torch.zeros(len(p)))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in ("Adam", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "Rprop", "ASGD", "SGD")),
+        ("Adam", {"amsgrad": True}), ("AdamW", {"fused": True}), ("SGD", {"momentum": 0.9}), ("Adafactor", {}),
+        ("RMSprop", {"momentum": 0.9, "centered": True}), ("Muon", {}), ("Adam", {"foreach": True}),
+        (Factored, {}),
+    ],
+)  # fmt: skip
+def test_optimizer_state_of_all_kinds_is_loaded(tmp_path, name, options):
+    kind = getattr(torch.optim, name) if isinstance(name, str) else name
+    assert forged(tmp_path, lambda state: None, kind, **options) is None
+    assert forged(tmp_path, lambda state: state.pop(0, None), kind, **options) is None  # one without a gradient
+
+
+SAVING = """
+import sys, time, torch, hdet
+from torch import nn
+model = nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+ensemble = hdet.Ensemble(optimizer, [hdet.learning_rate(optimizer)], total_steps=9, interval=3)
+hdet.save(sys.argv[1], {"model": model, "ensemble": ensemble}, step=1)
+print("saved", flush=True)
+sys.stdin.readline()
+{then}
+print("over", flush=True)
+sys.stdin.readline()
+"""
+
+
+def second_run(path, go_on):
+    """What a run of two replicas is told while another process saves there, and once that is over."""
+    parts = saved_run.parts()
+    saved_run.train(parts, range(4))
+    told = []
+    in_use._PATIENCE = 1.0  # with the default one the test would take minutes
+    for _ in range(2):
+        try:
+            hdet.save(path, parts, step=4)
+            told.append("saved")
+        except RuntimeError as error:
+            told.append(str(error))
+        hdet.load(path, saved_run.parts()) if told[-1] == "saved" else None  # which never needs the lock
+        pathlib.Path(f"{path}.told-{rank()}").touch()
+        while not os.path.exists(go_on):
+            time.sleep(0.05)
+    hdet.save(path, parts, step=4)  # once more, from the same process
+    parts["ensemble"].close()
+    return told
+
+
+@pytest.mark.parametrize("then", ["ensemble.finish()", "ensemble.close()", "del ensemble", "kill"])
+def test_two_runs_do_not_save_to_one_folder(tmp_path, then):
+    path, go_on = tmp_path / "saved", tmp_path / "go-on"
+    code = SAVING.replace("{then}", "" if then == "kill" else then)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code, str(path)], **pipes) as other, ThreadPoolExecutor(1) as thread:
+        assert other.stdout.readline() == "saved\n"
+        found = thread.submit(run, second_run, 2, str(path), str(go_on))
+        while not os.path.exists(f"{path}.told-0") and not found.done():
+            time.sleep(0.05)
+        if then == "kill":
+            other.kill()
+            other.wait()
+        else:
+            other.stdin.write("\n")
+            other.stdin.flush()
+            assert other.stdout.readline() == "over\n"
+        go_on.touch()
+        first, second = found.result()
+        other.kill()
+    assert first == second
+    assert f"replica 0 says: another run, in another process, saves to {path}: give each run a folder" in first[0]
+    if sys.platform == "linux":
+        assert f"end the other one first (process {other.pid}, or in a notebook" in first[0]
+    assert first[1] == "saved"
+    assert names(path) == ["000001-step-1", "000002-step-4", "000003-step-4"]  # no file of a lock
+
+
+def test_a_forked_process_does_not_hold_a_folder(tmp_path):
+    """A data loader's worker may outlive the run for some seconds."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ensemble = hdet.Ensemble(optimizer, [hdet.learning_rate(optimizer, spread=0.0)], total_steps=9, interval=3)
+    hdet.save(tmp_path, {"model": model, "ensemble": ensemble})
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        ensemble.close()
+        code = f"import hdet; hdet.save({str(tmp_path)!r}, {{'x': 1}}, step=1)"
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+
+
+def lone_ensemble():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ensemble = hdet.Ensemble(optimizer, [hdet.learning_rate(optimizer, spread=0.0)], total_steps=9, interval=3)
+    return {"model": model, "ensemble": ensemble}
+
+
+def free(path):
+    """Whether another process could save there; the lock is that of an open file, not of a process."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are counted there")
+def test_a_run_holds_only_the_folder_that_it_saved_to_last(tmp_path):
+    """Integrations write each checkpoint to a folder of its own."""
+    parts = lone_ensemble()
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(30):
+        hdet.save(tmp_path / f"step-{number}", parts)
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    assert free(tmp_path / "step-28")
+    assert not free(tmp_path / "step-29")
+    other = lone_ensemble()
+    for number in range(30, 33):  # folders that were removed are not held by whoever saved there
+        hdet.save(tmp_path / f"step-{number}", parts)
+        shutil.rmtree(tmp_path / f"step-{number}")
+    hdet.save(tmp_path / "step-28", other)
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    for one in (parts, other):
+        one["ensemble"].close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_newest_run_of_a_process_has_the_folder(tmp_path):
+    """A notebook's cell is run again while something still refers to the ensemble of the first time."""
+    first, second = lone_ensemble(), lone_ensemble()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hdet.save(tmp_path, first)
+        hdet.save(tmp_path, second)
+        first["ensemble"].close()
+        assert not free(tmp_path)
+        hdet.save(tmp_path, {"x": 1}, step=1)  # of no run: the folder stays the second one's
+    assert not free(tmp_path)
+    second["ensemble"].close()
+    assert free(tmp_path)
+    kept = lone_ensemble()
+    hdet.save(tmp_path, kept)
+    hdet.save(tmp_path, second := lone_ensemble())
+    second["ensemble"].close()
+    assert free(tmp_path)  # although the first one lives
+    kept["ensemble"].close()
+
+
+def test_what_is_left_of_a_run_that_was_restarted_is_waited_for(tmp_path):
+    code = SAVING.replace("{then}", "time.sleep(4); import os; os._exit(1)")
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == "saved\n"
+        other.stdin.write("\n")
+        other.stdin.flush()
+        with pytest.warns(UserWarning, match=r"another run \(.*\) saves to .* waiting up to 20 s for it to end"):
+            hdet.save(tmp_path, {"x": 1}, step=2)
+    assert names(tmp_path) == ["000001-step-1", "000002-step-2"]
 
 
 def in_consensus(path):

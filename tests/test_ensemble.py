@@ -253,6 +253,42 @@ def scaled(fused):
     return finite, step, all_equal(model.parameters())
 
 
+def seen_within_autocast(folder):
+    """Whether a forward pass sees the weights as they are after each of these, within an autocast that stays open."""
+    model, o, ensemble = make(optimizer=optim.SGD)
+    parts = {"model": model, "optimizer": o, "ensemble": ensemble}
+    x, _ = batch(0, 0)
+    seen, outputs = {}, []
+
+    def look(after):
+        output = model.module(x)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            seen[after] = torch.equal(output, model.module(x))
+        outputs.append(output)
+
+    train(model, o, ensemble, 2)
+    hdet.save(folder, parts)
+    with torch.autocast("cpu", torch.bfloat16):
+        look("nothing")
+        with ensemble.consensus():
+            look("entering consensus()")
+        look("leaving consensus()")
+        ensemble.converge()
+        look("converge()")
+        hdet.load(folder, parts)
+        look("load()")
+        hdet.warm_init(model, 0.1)
+        look("warm_init()")
+    ensemble.close()
+    return seen, all(not torch.equal(a, b) for a, b in itertools.pairwise(outputs))
+
+
+def test_autocast_sees_weights_that_change_while_it_is_open(tmp_path):
+    for seen, moved in run(seen_within_autocast, 2, tmp_path):
+        assert seen == dict.fromkeys(seen, True)
+        assert moved
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_grad_scaler_skips_on_all_replicas_alike(fused):
     # a skipped step calls no hook, but fused optimizers skip inside the step
@@ -590,7 +626,8 @@ def test_after_close_steps_are_plain_and_never_an_error():
         ({"controller": hdet.Softmax(warmup_steps=9), "total_steps": 10, "interval": 4}, "ends at step 8"),
     ],
 )
-def test_arguments_without_effect_warn(options, match):
+def test_arguments_without_effect_warn(options, match, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # the replicas come later
     o = optim.SGD(parameters_of(), lr=0.1)
     rate = hdet.learning_rate(o, spread=options.pop("spread", 0.1))
     with pytest.warns(UserWarning, match=match):

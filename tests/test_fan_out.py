@@ -2,11 +2,14 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
+from processes import run
 from single import pretended
 from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 from hdet.hooks import WeakHook
@@ -219,3 +222,107 @@ def test_a_new_group_is_explored_along_with_the_joint_learning_rate():
         o.add_param_group({"params": [late], "lr": 0.2})
         o.step()
         assert late.item() == pytest.approx(-0.2 * ensemble.multipliers["learning_rate"])
+
+
+# A forgotten ensemble.step()
+
+
+def forgetful(kind, forgets_at):
+    """How many optimizer steps went through before it was named, and how: nobody calls step() from `forgets_at` on."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    first, second = (optim.SGD([p], lr=0.01) for p in model.parameters())
+    optimizers = [first, second]
+    if kind == "drop-in":
+        both = optimizers = [optim.SGD(model.parameters(), lr=0.01)]
+        scheduler = hdet.OneCycleAutoLR(both[0], 0.1, total_steps=400, ensemble_lr_spread_ratio=0.2, model=model)
+        ensemble, advance = scheduler.ensemble, scheduler.step
+    else:
+        local = {"gradients": "local"} if kind == "local" else {}
+        rollback = {"rollback": hdet.Rollback()} if kind == "rollback" else {}
+        explored = [hdet.learning_rate(optimizers, spread=0.0 if kind in ("plain", "local", "rollback") else 0.2)]
+        ensemble = hdet.Ensemble(optimizers, explored, interval=10, model=model, **local, **rollback)
+        advance = ensemble.step
+    taken, loss, warned = 0, None, []
+    try:
+        for step in range(1300):
+            loss = model(torch.ones(4, 3)).square().mean()
+            loss.backward()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            warned += [(taken - forgets_at, str(w.message)) for w in caught if "without a call" in str(w.message)]
+            taken += 1
+            if step < forgets_at:
+                advance(loss)
+            if kind == "finished" and step == forgets_at:
+                ensemble.finish()
+    except RuntimeError as error:
+        weights = [p.tolist() for p in model.parameters()]
+        ensemble.converge()  # what was trained is not lost
+        assert ensemble.progress["step"] == taken
+        return warned, (taken - forgets_at, str(error)), weights
+    return warned, None, [p.tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("forgets_at", [0, 25])
+@pytest.mark.parametrize("kind", ["ensemble", "drop-in", "local", "rollback"])
+def test_a_forgotten_step_is_named_on_all_replicas_alike(kind, forgets_at):
+    (warned, raised, weights), other = run(forgetful, 2, kind, forgets_at)
+    assert other[:2] == (warned, raised)
+    ((taken, said),) = warned
+    assert taken == 36
+    assert said.startswith("36 optimizer steps were taken without a call of ensemble.step()")
+    assert "call ensemble.step(loss) after each optimizer.step() (with OneCycleAutoLR, scheduler.step(loss))" in said
+    if forgets_at:  # whoever has called it may have reasons
+        assert raised is None
+    else:
+        assert 1000 <= raised[0] < 1300
+        assert raised[1] == said.replace("36", str(raised[0]), 1)
+    if kind in ("ensemble", "drop-in"):
+        assert weights != other[2]
+
+
+@pytest.mark.parametrize("kind", ["plain", "finished"])
+def test_nothing_is_forgotten_where_nothing_is_averaged(kind):
+    assert [told[:2] for told in run(forgetful, 2, kind, 3)] == [([], None)] * 2
+
+
+def test_several_steps_to_a_call_are_no_mistake():
+    """A discriminator that steps five times as often, and as many again in its own warm-up."""
+    critic, actor = (optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1) for _ in range(2))
+    ensemble = hdet.Ensemble([critic, actor], [hdet.learning_rate([critic, actor], spread=0.2)], interval=10)
+    for round_number in range(20):
+        for _ in range(1500 if round_number == 0 else 5):
+            critic.step()
+        actor.step()
+        ensemble.step(1.0)
+    assert ensemble.progress["step"] == 1500 + 19 * 5
+
+
+def test_steps_of_a_measurement_and_of_saving_do_not_count():
+    p = nn.Parameter(torch.ones(2))
+    optimizer = optim.SGD([p], lr=0.1)
+    ensemble = hdet.Ensemble(optimizer, [hdet.learning_rate(optimizer, spread=0.2)], interval=10)
+    with ensemble.saving():
+        for _ in range(100):
+            optimizer.step()
+    optimizer.step()
+    ensemble.step(1.0)
+    assert ensemble.progress["step"] == 1
+
+
+def test_one_batch_of_a_host_may_be_many_steps():
+    """As reinforcement learning with Lightning's manual optimization has it; the callback calls step() itself."""
+    from hdet.integrations.hosted import Hosted
+
+    model = nn.Linear(2, 1)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    explored = [hdet.learning_rate(optimizer, spread=0.2)]
+    ensemble = Hosted(explored, {"interval": 10}).start([optimizer], model, None, lambda numbers, record: None)
+    for _ in range(320):
+        optimizer.step()
+    ensemble.step(1.0)
+    assert ensemble.progress["step"] == 320

@@ -7,6 +7,7 @@ import os
 import pathlib
 import signal
 import socket
+import subprocess
 import time
 
 import pytest
@@ -18,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 from hdet import converge
+from hdet.checkpoint import folder as saved
+from hdet.replicas import notes
 
 TIMEOUT = 2.0
 VICTIM = 1
@@ -100,7 +103,8 @@ def test_a_replica_that_does_not_come_to_the_end_of_a_round_is_named_in_time(tmp
         assert found["same"]
         assert found["seconds"] < TIMEOUT + 1
     if how == "stalls" and VICTIM in told:
-        assert "this replica came too late" in told[VICTIM]["said"]
+        assert told[VICTIM]["said"].startswith("replica 1 was last seen at the end of round 0 (step 3); this replica a")
+        assert "this replica answered too late" in told[VICTIM]["said"]
 
 
 def within_the_averaging(folder, atomic):
@@ -241,3 +245,296 @@ def test_without_join_replicas_that_end_at_different_steps_are_told_who_ended_wh
     assert first == second
     assert "disagree on the step: 5 on replica 0, 6 on replica 1" in first
     assert "with ensemble.join()" in first
+
+
+# In a few seconds, whatever the group's timeout
+
+LONG = 40.0
+SOON = 5.0
+
+
+class Run:
+    """A small run on all ranks, over a store that rank 0 serves; what becomes of each replica is put into a folder."""
+
+    def __init__(self, folder, port, timeout, **options):
+        self.rank = int(os.environ["HDET_TEST_RANK"])
+        self.folder, self.began = pathlib.Path(folder), time.monotonic()
+        where, size = f"tcp://127.0.0.1:{port}", int(os.environ["HDET_TEST_SIZE"])
+        limit = datetime.timedelta(seconds=timeout)
+        dist.init_process_group("gloo", init_method=where, rank=self.rank, world_size=size, timeout=limit)
+        torch.manual_seed(0)
+        self.model = DistributedDataParallel(nn.Linear(4, 2))
+        self.optimizer = optim.SGD(self.model.parameters(), lr=0.01)
+        self.options = {"interval": 3, "model": self.model, **options}
+        self.ensemble = self.make()
+
+    def make(self):
+        rates = [hdet.learning_rate(self.optimizer, spread=0.5)]
+        return hdet.Ensemble(self.optimizer, rates, **self.options)
+
+    def step(self, number):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(number + 100 * self.rank))
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.ensemble.step(loss)
+
+    def save(self):
+        return hdet.save(self.folder / "saved", {"model": self.model, "ensemble": self.ensemble})
+
+    def steps(self, first, last):
+        for number in range(first, last):
+            self.step(number)
+
+    def tell(self, error):
+        """Leave word and be gone at once, as a program does that does not catch the error."""
+        told = {"kind": type(error).__name__, "said": str(error), "ranks": getattr(error, "ranks", None)}
+        path = self.folder / f"{self.rank}.json"
+        path.with_suffix(".new").write_text(json.dumps({**told, "at": time.monotonic()}))
+        path.with_suffix(".new").rename(path)
+        os._exit(1)
+
+
+def fall(run, how):
+    (run.folder / "fell").write_text(str(time.monotonic()))
+    if how == "raises":
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    if how == "stops":  # for long enough
+        subprocess.Popen(["sh", "-c", f"sleep 5; kill -9 {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+
+
+def falls(folder, port, timeout, where, how):
+    """Replica 1 dies, stops or raises somewhere."""
+    run = Run(folder, port, timeout, gradients="local" if where == "converge" else "shared")
+    victim = run.rank == VICTIM
+    try:
+        if where == "converge":
+            run.steps(0, 5)
+            if victim:
+                fall(run, how)
+            run.step(5)
+        elif where == "join":
+            with run.ensemble.join():
+                run.steps(0, 4)
+                if victim:
+                    fall(run, how)
+                run.steps(4, 9)
+        else:
+            run.steps(0, 4)
+            if victim:
+                saved.write = lambda *args: fall(run, how)
+            run.save()
+    except Exception as error:
+        run.tell(error)
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def told_by(function, folder, *args, timeout=LONG, size=3):
+    """What each replica has told, with the seconds since one of them fell."""
+    given = str(folder), free_port(), timeout, *args
+    with contextlib.suppress(ReplicaError):
+        run(function, size, *given, timeout=min(timeout, 12) + 8, initialise=False)
+    told = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("[0-9].json")}
+    fell = folder / "fell"
+    for found in told.values():
+        found["seconds"] = found["at"] - float(fell.read_text()) if fell.exists() else None
+    return told
+
+
+WORDS = {
+    "converge": "replica 1 was last seen at the end of round 0 (step 3) before its process ended",
+    "join": "replica 1 died or stalled after the end of round 0 (step 3): its process has ended",
+    "save": "replica 1 died or stalled after hdet.save: its process has ended",
+}
+
+
+def check_named(folder, where):
+    told = told_by(falls, folder, where, "dies")
+    assert set(told) == {0, 2}
+    for found in told.values():
+        assert (found["kind"], found["ranks"]) == ("LostReplicaError", [VICTIM])
+        assert WORDS[where] in found["said"]
+        assert found["seconds"] < SOON
+    assert told[0]["said"] == told[2]["said"]
+    return max(found["seconds"] for found in told.values())
+
+
+@pytest.mark.parametrize("where", WORDS)
+def test_a_killed_replica_is_named_by_all_long_before_the_timeout(tmp_path, where):
+    check_named(tmp_path, where)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("where", WORDS)
+def test_a_killed_replica_is_named_by_all_each_time(tmp_path, where):
+    seconds = []
+    for number in range(10):
+        (tmp_path / str(number)).mkdir()
+        seconds.append(check_named(tmp_path / str(number), where))
+    print(where, [round(s, 2) for s in seconds])
+
+
+@pytest.mark.parametrize("where", ["join", "converge"])
+def test_a_stopped_replica_is_named_when_the_timeout_is_over(tmp_path, where):
+    told = told_by(falls, tmp_path, where, "stops", timeout=3.0)
+    assert {0, 2} <= set(told)
+    for rank in (0, 2):
+        assert (told[rank]["kind"], told[rank]["ranks"]) == ("LostReplicaError", [VICTIM])
+        assert told[rank]["seconds"] < 4.0
+
+
+def test_an_error_of_the_users_own_in_the_class_of_gloos_is_quoted(tmp_path):
+    told = told_by(falls, tmp_path, "join", "raises")
+    assert told[VICTIM]["kind"] == "RuntimeError"
+    for rank in (0, 2):
+        assert told[rank]["kind"] == "LostReplicaError"
+        assert "replica 1 raised RuntimeError: mat1 and mat2 shapes cannot be multiplied" in told[rank]["said"]
+        assert told[rank]["seconds"] < SOON
+
+
+def evaluates(folder, port, timeout, how, blind=False):
+    """All compute for longer than the timeout, and talk to nobody; then replica 1 falls while the others go on."""
+    if blind:
+        notes.state = lambda process: None
+    run = Run(folder, port, timeout)
+    try:
+        with run.ensemble.join():
+            run.steps(0, 4)
+            time.sleep(timeout + 0.5)
+            if run.rank == VICTIM:
+                fall(run, how)
+            time.sleep(2.0)
+            run.steps(4, 9)
+    except Exception as error:
+        run.tell(error)
+
+
+@pytest.mark.parametrize("blind", [False, True])  # as for processes of other hosts, and on Windows
+def test_whoever_computes_for_longer_than_the_timeout_is_not_blamed_for_an_error_elsewhere(tmp_path, blind):
+    told = told_by(evaluates, tmp_path, "raises", blind, timeout=2.0)
+    assert told[VICTIM]["kind"] == "RuntimeError"
+    for rank in (0, 2):
+        assert (told[rank]["kind"], told[rank]["ranks"]) == ("LostReplicaError", [VICTIM])
+        assert "replica 1 raised RuntimeError: mat1 and mat2 shapes cannot be multiplied" in told[rank]["said"]
+
+
+@pytest.mark.parametrize("how", ["dies", "stops"])
+def test_who_falls_after_a_long_evaluation_is_named_alone(tmp_path, how):
+    told = told_by(evaluates, tmp_path, how, timeout=2.0)
+    for rank in (0, 2):
+        assert (told[rank]["kind"], told[rank]["ranks"]) == ("LostReplicaError", [VICTIM])
+
+
+def the_same_error(join):
+    """All replicas raise alike within `join()`: each keeps its own error, and the group is as good as before."""
+    loop = Loop()
+    try:
+        with loop.ensemble.join():
+            loop.step(0)
+            raise (RuntimeError if join == "plain" else KeyError)("enough")
+    except (RuntimeError, KeyError) as error:
+        kind = type(error).__name__
+    with loop.ensemble.join():
+        for number in range(1, 7):
+            loop.step(number)
+    return kind
+
+
+@pytest.mark.parametrize("kind", ["plain", "other"])
+def test_where_all_raise_alike_each_keeps_its_error_and_can_go_on(kind):
+    assert set(run(the_same_error, 3, kind)) == {"RuntimeError" if kind == "plain" else "KeyError"}
+
+
+def alone(folder, port, timeout, what, gradients, joined):
+    """Replica 1 makes a call that the others do not make."""
+    run = Run(folder, port, timeout, gradients=gradients)
+    try:
+        with run.ensemble.join() if joined else contextlib.nullcontext():
+            run.steps(0, 4)
+            if run.rank == VICTIM:
+                calls = {
+                    "save": run.save,
+                    "converge": run.ensemble.converge,
+                    "consensus": lambda: run.ensemble.consensus().__enter__(),
+                    "ensemble": run.make,
+                    "step": lambda: (run.optimizer.step(), run.ensemble.step(1.0)),
+                }
+                calls[what]()
+            run.steps(4, 9)
+    except Exception as error:
+        run.tell(error)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("save", "replica 1 came to hdet.save while the others were last seen at the end of round 1 (step 6)"),
+        ("ensemble", "replica 1 came to hdet.Ensemble while the others were last seen at the end of round 1"),
+        ("consensus", "the end of a round on replica 0, ensemble.consensus() on replica 1"),
+        ("converge", "the end of a round on replica 0, ensemble.converge() on replica 1"),
+    ],
+)
+def test_who_makes_a_call_alone_is_named_by_all_at_once(tmp_path, what, words):
+    began = time.monotonic()
+    told = told_by(alone, tmp_path, what, "local", False)
+    assert time.monotonic() - began < LONG / 2
+    assert set(told) == {0, 1, 2}
+    for found in told.values():
+        assert words in found["said"]
+        assert "every replica must make the same calls in the same order" in found["said"]
+
+
+@pytest.mark.parametrize("what", ["save", "converge", "step"])
+def test_with_shared_gradients_it_is_named_within_join_when_the_timeout_is_over(tmp_path, what):
+    told = told_by(alone, tmp_path, what, "shared", True, timeout=3.0)
+    assert set(told) == {0, 1, 2}
+    place = {"save": "hdet.save", "converge": "ensemble.converge() (step 4)", "step": "the end of round 1 (step 6)"}
+    for found in told.values():
+        assert found["kind"] == "LostReplicaError"
+        assert f"replica 1 came to {place[what]} while the others were last seen at the end of round 0" in found["said"]
+
+
+@pytest.mark.parametrize("what", ["save", "ensemble", "converge", "step"])
+def test_without_join_who_made_it_says_where_the_others_were(tmp_path, what):
+    told = told_by(alone, tmp_path, what, "shared", False, timeout=3.0)
+    assert (
+        "replicas 0 and 2 were last seen at the end of round 0 (step 3), while this one is at" in told[VICTIM]["said"]
+    )
+
+
+def waits_for_a_device(folder, port, timeout, comes):
+    """As on a backend that returns before the collective is done: replica 1 comes late, or makes another call."""
+    run = Run(folder, port, timeout, gradients="local")
+    if run.rank == VICTIM:
+        time.sleep(0.5)
+    try:
+        lookout = run.ensemble.replicas._lookout()
+        lookout.arrive("hdet.save" if run.rank == VICTIM and not comes else "the end of a round")
+        if run.rank == VICTIM and not comes:
+            time.sleep(3.0)
+        parts = [torch.zeros(1) for _ in range(3)]
+        work = dist.all_gather(parts, torch.tensor([float(run.rank)]), async_op=True)
+        lookout.outlast(work)
+        work.wait()
+        run.tell(ValueError(str([part.item() for part in parts])))
+    except hdet.LostReplicaError as error:
+        run.tell(error)
+
+
+def test_whoever_waits_for_a_device_looks_around_too(tmp_path):
+    told = told_by(waits_for_a_device, tmp_path, False)
+    for rank in (0, 2):
+        assert "replica 1 came to hdet.save while the others were last seen at the end of a round" in told[rank]["said"]
+
+
+def test_and_has_the_result_when_all_have_come(tmp_path):
+    told = told_by(waits_for_a_device, tmp_path, True)
+    assert [told[rank]["said"] for rank in range(3)] == ["[0.0, 1.0, 2.0]"] * 3

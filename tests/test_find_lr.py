@@ -1,13 +1,18 @@
+import contextlib
 import copy
+import dataclasses
+import inspect
 import io
 import itertools
 import math
 import pickle
 import random
+import re
 import signal
 import statistics
 import sys
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -20,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import hdet
 from hdet.range_test.decisions import Coarse, Fine, is_dead, smooth
+from hdet.range_test.doubts import doubts
 from hdet.restore import Weights
 
 SAMPLES = 64
@@ -339,6 +345,33 @@ def test_one_process_and_replicas_find_the_same():
                 assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in theirs], rel=1e-6)
 
 
+def beside_a_slow_one(slow):
+    replicas = hdet.find_replicas()
+    model = hdet.data_parallel(make(kind=plain_net))
+
+    def step(index):
+        x, y = batch(index)
+        loss = loss_fn(model, (x[replicas.rank :: replicas.size], y[replicas.rank :: replicas.size]))
+        time.sleep(0.002 if slow == "step" and replicas.rank == 1 else 0)
+        loss.backward()
+
+    def loss(model, pair):
+        time.sleep(0.01 if slow == "score" and replicas.rank == 1 else 0)
+        return loss_fn(model, pair)
+
+    probe = hdet.Probe(lambda index: [tuple(t.split(16)[k] for t in batch(-1)) for k in range(4)], loss)
+    optimizer = optim.AdamW([{"params": model.parameters()}], lr=1e-3)
+    return dataclasses.asdict(hdet.find_lr(model, optimizer, step, probe=probe, total_steps=500))
+
+
+@pytest.mark.parametrize("slow", ["step", "score"])
+def test_all_that_is_found_is_the_same_on_all_replicas(slow):
+    first, *others = run(beside_a_slow_one, 3, slow)
+    assert others == [first, first]
+    assert first["cost"] > first["steps"]
+    assert first["seconds"] > 0
+
+
 def test_batch_norm_and_dropout_under_ddp():
     first, second = run(replicated, 2, Net)
     assert first.fine == second.fine
@@ -383,10 +416,11 @@ def test_a_loss_that_never_falls():
     model = make(kind=plain_net)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     before = everything(model, optimizer)
-    with pytest.raises(hdet.FindLRError, match=r"never fell at learning rates from .* begin with a lower rate"):
+    with pytest.raises(hdet.FindLRError, match=r"less than 1 %.*check that step_fn trains the loss"):
         find(model, optimizer, step_fn=lambda index: (-loss_fn(model, batch(index))).backward())
-    with pytest.raises(hdet.FindLRError, match="less than 1 %"):
+    with pytest.raises(hdet.FindLRError, match=r"less than 1 %.*did not rise either: begin with a higher rate") as idle:
         find(model, optimizer, step_fn=lambda index: (1e-19 * loss_fn(model, batch(index))).backward())
+    assert idle.value.worse_above is None
     with pytest.raises(ValueError, match=r"step_fn must call backward"):
         find(model, optimizer, step_fn=lambda index: None)
     for bad in (math.nan, -1.0):
@@ -400,6 +434,307 @@ def test_a_loss_that_does_not_move_wants_a_higher_rate():
     model = make(kind=plain_net)
     with pytest.raises(hdet.FindLRError, match="begin with a higher rate"):
         find(model, optim.SGD(model.parameters(), lr=1e-30))
+
+
+def test_a_loss_that_rises_at_once_wants_a_lower_rate():
+    model = make(kind=plain_net)
+    with pytest.raises(hdet.FindLRError, match="rose at the lowest one already: begin with a lower rate") as error:
+        find(model, optim.SGD(model.parameters(), lr=1e9))
+    assert error.value.worse_above > 1e5
+
+
+def copied(model):
+    return copy.deepcopy(model)
+
+
+def in_another_place(model):
+    """As `load_state_dict(assign=True)` or quantising does it after the optimizer was made."""
+    before = copy.deepcopy(model)
+    for module in model.modules():
+        for name, p in list(module._parameters.items()):
+            module._parameters[name] = nn.Parameter(p.detach().clone())
+    return before
+
+
+@pytest.mark.parametrize("of", [copied, in_another_place])
+@pytest.mark.parametrize("trained", ["the model", "the other"])
+def test_an_optimizer_of_another_model_is_named(of, trained):
+    model = make(kind=plain_net)
+    optimizer = optim.AdamW((other := of(model)).parameters(), lr=1e-3)
+    stepping = model if trained == "the model" else other
+    with pytest.raises(hdet.FindLRError, match=r"holds no parameter of the model that the probe scores.*make the opt"):
+        find(model, optimizer, step_fn=lambda index: loss_fn(stepping, batch(index)).backward())
+
+
+def test_a_probe_of_another_model_is_named():
+    model = make(kind=plain_net)
+    other = copy.deepcopy(model)
+    probe = hdet.Probe(lambda index: [batch(-1)], lambda _, pair: loss_fn(other, pair))
+    with pytest.raises(hdet.FindLRError, match=r"did not change at all.*must use the model that it is given"):
+        hdet.find_lr(
+            model, optim.AdamW(model.parameters()), lambda i: loss_fn(model, batch(i)).backward(), probe=probe
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["head", "compiled"])
+def test_an_optimizer_of_a_part_or_of_a_wrapped_model_is_right(kind):
+    model = make(kind=plain_net)
+    optimizer = optim.AdamW(model[2].parameters() if kind == "head" else model.parameters(), lr=1e-3)
+    assert find(torch.compile(model, backend="eager") if kind == "compiled" else model, optimizer).sure
+
+
+def of_another_model():
+    replicas = hdet.find_replicas()
+    model, other = (hdet.data_parallel(make(kind=plain_net)) for _ in range(2))
+    with pytest.raises(hdet.FindLRError) as error:
+        find(model, optim.SGD(other.parameters(), lr=1e-3), replicas)
+    return str(error.value)
+
+
+def test_all_replicas_say_the_same_if_no_rate_is_found():
+    first, second = run(of_another_model, 2)
+    assert first == second
+    assert "holds no parameter" in first
+
+
+@pytest.mark.parametrize("start", [1e-5, 3e-3, 1.0])
+def test_for_trained_weights_it_says_from_which_rate_on_they_get_worse(start):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 1)
+    optimizer = optim.AdamW(model.parameters(), lr=3e-2)
+
+    def pair(index):
+        x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(10_000 + index))
+        return x, x.sum(1, keepdim=True) + torch.randn(SAMPLES, 1, generator=torch.Generator().manual_seed(index))
+
+    def step(index):
+        loss_fn(model, pair(index)).backward()
+
+    schedule = optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, 1000)
+    for index in range(1000):
+        optimizer.zero_grad()
+        step(index)
+        optimizer.step()
+        schedule.step()
+    probe = hdet.Probe(lambda index: [pair(2000 + k) for k in range(4)], loss_fn)
+    with pytest.raises(hdet.FindLRError) as error:
+        hdet.find_lr(model, optim.AdamW(model.parameters(), lr=start), step, probe=probe)
+    said, bound = str(error.value), error.value.worse_above
+    assert (
+        f"rates above {bound:.3g} make it worse, as with weights that are trained already: train at a rate below"
+        in said
+    )
+    assert "some hundred steps" not in said
+    assert 3e-3 < bound < 1.0
+    assert pickle.loads(pickle.dumps(error.value)).worse_above == bound
+
+
+# What speaks against an answer
+
+
+class Factors(nn.Module):
+    """A regression on embeddings whose products are tiny at first: a plateau, on which only the mean is learned."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.users, self.items, self.mean = nn.Embedding(300, 16), nn.Embedding(200, 16), nn.Parameter(torch.zeros(1))
+        for table in (self.users, self.items):
+            nn.init.normal_(table.weight, 0, 0.1)
+
+    def forward(self, pair):
+        return (self.users(pair[:, 0]) * self.items(pair[:, 1])).sum(1) + self.mean
+
+
+def ratings(index):
+    users, items = (torch.randn(n, 8, generator=torch.Generator().manual_seed(n)) for n in (300, 200))
+    drawn = torch.Generator().manual_seed(index)
+    pairs = torch.stack([torch.randint(n, (128,), generator=drawn) for n in (300, 200)], 1)
+    return pairs, 0.1 + (users[pairs[:, 0]] * items[pairs[:, 1]]).sum(1) / 3 + torch.randn(128, generator=drawn) / 3
+
+
+def find_on_a_plateau(search=hdet.find_lr):
+    model = hdet.data_parallel(Factors()) if hdet.find_replicas().size > 1 else Factors()
+
+    def step(index):
+        loss_fn(model, ratings(index)).backward()
+
+    probe = hdet.Probe(lambda index: [ratings(1000 + k) for k in range(4)], loss_fn)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = search(model, optim.SGD(model.parameters(), lr=0.1), step, probe=probe)
+    return found, [str(w.message) for w in caught if "not sure" in str(w.message)]
+
+
+def by_prepare_with_record(model, optimizer, step, probe):
+    records = []
+    ensemble = hdet.Ensemble(
+        optimizer, total_steps=1000, controller=hdet.Auto(), model=model, probe=probe, on_round=[records.append]
+    )
+    found = ensemble.prepare(step)
+    for index in range(ensemble.interval):
+        optimizer.zero_grad()
+        step(index)
+        optimizer.step()
+        ensemble.step(1.0)
+    ensemble.close()
+    assert f"found: {found}" in records[0].events
+    return found
+
+
+@pytest.mark.parametrize("search", [hdet.find_lr, by_prepare_with_record])
+def test_a_small_fall_on_a_plateau_is_not_taken_for_an_answer(search, tmp_path):
+    found, said = find_on_a_plateau(search)
+    assert not found.sure
+    assert re.fullmatch(r"the loss fell by only [1-4]\.\d %, from 1\.\d+ to 1\.\d+", found.doubts[0])
+    doubt = "; ".join(found.doubts)
+    assert str(found).endswith(f"; not sure: {doubt}")
+    (told,) = said
+    assert told.startswith(f"the learning rate that was found, {found.rate:.3g}, is not sure: {doubt}. Compare short")
+    found.plot(tmp_path / "unsure.png")
+
+
+def test_every_replica_warns_alike():
+    (found, said), *others = run(find_on_a_plateau, 2)
+    assert not found.sure
+    assert len(said) == 1
+    assert others == [(found, said)]
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_warning_that_is_an_error_finds_everything_put_back():
+    model = Factors()
+    before = everything(model, optimizer := optim.SGD(model.parameters(), lr=0.1))
+    probe = hdet.Probe(lambda index: [ratings(1000 + k) for k in range(4)], loss_fn)
+    with pytest.raises(UserWarning, match="not sure"):
+        hdet.find_lr(model, optimizer, lambda index: loss_fn(model, ratings(index)).backward(), probe=probe)
+    assert everything(model, optimizer) == before
+
+
+def digits_problem():
+    sklearn = pytest.importorskip("sklearn.datasets")
+    digits = sklearn.load_digits()
+    x, y = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16, torch.tensor(digits.target)
+    body = nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, stride=2), nn.BatchNorm2d(16)
+
+    def draw(index):
+        chosen = torch.randint(len(y), (64,), generator=torch.Generator().manual_seed(index))
+        return x[chosen], y[chosen]
+
+    return nn.Sequential(*body, nn.ReLU(), nn.Flatten(), nn.Linear(64, 10)), draw, cross_entropy
+
+
+def noisy_line():
+    """A fall of less than a tenth is all that there is to learn."""
+
+    def draw(index):
+        drawn = torch.Generator().manual_seed(index)
+        x = torch.randn(64, 20, generator=drawn)
+        return x, 0.3 * x.sum(1, keepdim=True) + 4 * torch.randn(64, 1, generator=drawn)
+
+    return nn.Linear(20, 1), draw, mse_loss
+
+
+class Reader(nn.Module):
+    def __init__(self, letters):
+        super().__init__()
+        self.table, self.cell = nn.Embedding(letters, 32), nn.GRU(32, 64, batch_first=True)
+        self.last = nn.Linear(64, letters)
+
+    def forward(self, text):
+        return self.last(self.cell(self.table(text))[0]).transpose(1, 2)
+
+
+def next_letters():
+    text = inspect.getsource(inspect)
+    letters = sorted(set(text))
+    coded = torch.tensor([letters.index(letter) for letter in text[:50_000]])
+
+    def draw(index):
+        starts = torch.randint(len(coded) - 25, (16,), generator=torch.Generator().manual_seed(index))
+        rows = torch.stack([coded[start : start + 25] for start in starts])
+        return rows[:, :-1], rows[:, 1:]
+
+    return Reader(len(letters)), draw, cross_entropy
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, lambda p, lr: optim.SGD(p, lr=30 * lr, momentum=0.9)])
+@pytest.mark.parametrize("problem", [digits_problem, noisy_line, next_letters])
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_nothing_speaks_against_a_good_answer(problem, kind):
+    torch.manual_seed(0)
+    model, draw, loss = problem()
+
+    def score(model, pair):
+        return loss(model(pair[0]), pair[1])
+
+    probe = hdet.Probe(lambda index: [draw(1000 + k) for k in range(4)], score)
+    optimizer = kind(model.parameters(), lr=1e-3)
+    found = hdet.find_lr(model, optimizer, lambda i: score(model, draw(i)).backward(), probe=probe, total_steps=1000)
+    assert found.sure
+    assert found.doubts == ()
+    assert "not sure" not in str(found)
+
+
+def curve_of(losses, lowest=1.0):
+    return [(lowest * 2.0**k, loss) for k, loss in enumerate(losses)]
+
+
+def test_each_ground_for_doubt():
+    noise = [0.06 * (-1) ** k for k in range(12)]
+    falling, deeper = [1.0, 1.0, 0.95, 0.9, 0.85, 0.8, 0.8, 0.8, 1.1], [1.0] * 6 + [0.5, 0.5, 0.5, 1.1]
+    scattered = [1.0 - 0.1 * k / 11 + n for k, n in enumerate(noise)]
+    whole = curve_of([1.0] * 20 + [0.8] * (Fine().scores - 20))
+    inside = (3.0, 100.0)
+    said = {
+        "nothing": doubts(1.0, curve_of(falling), curve_of(falling), Fine(), inside),
+        "small": doubts(1.0, curve_of(falling), curve_of([1.0, 0.99, 0.97, 0.97, 0.97, 1.03]), Fine(), inside),
+        "scatter": doubts(1.0, curve_of(falling), curve_of(scattered), Fine(), inside),
+        "deeper": doubts(1.0, curve_of(deeper), curve_of(falling), Fine(), (3.0, 20.0)),
+        "begins": doubts(1.0, curve_of(falling), curve_of(falling), Fine(), (1.0, 100.0)),
+        "ends": doubts(1.0, curve_of(falling), whole, Fine(), (3.0, whole[-1][0])),
+    }
+    assert said.pop("nothing") == ()
+    words = {
+        "small": "the loss fell by only 3.0 %",
+        "scatter": "times what its scores scatter by",
+        "deeper": "in the first ramp the loss fell further, by 50.0 %, at higher rates, about 128",
+        "begins": "the loss was low from the lowest rate of the second ramp on, 1",
+        "ends": "the loss was still low where the second ramp ended",
+    }
+    for name, (doubt,) in said.items():
+        assert words[name] in doubt
+    assert [word in doubt for (doubt,) in said.values() for word in ("not finite", "diverge")] == [False] * 10
+
+
+def test_a_scale_of_the_loss_changes_no_doubt():
+    losses = [1.0, 0.99, 1.0, 0.99, 1.0, 0.98, 0.99, 0.97, 0.98, 0.96, 0.97, 0.95, 1.03]
+    one, many = (doubts(s, *[curve_of([s * x for x in losses])] * 2, Fine(), (1.0, 9.0)) for s in (1.0, 1024.0))
+    assert [doubt.split(",")[0] for doubt in one] == [doubt.split(",")[0] for doubt in many]
+    assert len(one) == 3
+
+
+@pytest.mark.parametrize(
+    ("interval", "whole", "rate", "words"),
+    [
+        ((1.0, 100.0), (1.0, 100.0), 5.0, None),
+        ((1.0, 2.0), (1.0, 2.0), 0.7, "below the low losses: a run stays longer at a rate"),
+        ((1.0, 2.0), (0.125, 2.0), 0.25, "below the low losses: they span less than 16-fold"),
+        ((1.0, 2.0), (1.0, 2.0), 4.0, "above the low losses, as the factor is"),
+    ],
+)
+def test_the_picture_says_why_a_rate_is_not_within_the_low_losses(interval, whole, rate, words, tmp_path):
+    curve = curve_of([1.0, 0.9, 0.8, 1.1])
+    factor = rate / math.sqrt(whole[0] * whole[1])
+    found = hdet.FoundRate(
+        rate, 1.0, ((rate,),), interval, whole, factor, 1.0, curve, curve, 9, 9, 9.0, 1.0, ("the loss fell by 1 %",)
+    )
+    found.plot(tmp_path / "found.svg")
+    drawn = " ".join(re.findall(r"<!-- (.*?) -->", (tmp_path / "found.svg").read_text(), flags=re.S))
+    assert f"found: {rate:.3g}, {factor:.2g} times it" in drawn
+    assert "Not sure: the loss fell by 1 %." in drawn
+    assert ("The rate is" in drawn) is (words is not None)
+    assert (words or "") in drawn.replace("\n", " ")
 
 
 @pytest.mark.parametrize("bad", [5, 50, 100])  # in the first ramp or, later than its 80 batches, in the second
@@ -636,6 +971,60 @@ def test_dead(values, dead):
 
 def test_losses_that_are_not_finite_count_as_the_cap():
     assert smooth([(1, math.nan), (2, math.inf), (3, 9.0), (4, 0.0)], 2.0, 1) == [3.0, 3.0, 3.0, 0.0]
+
+
+def half():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def convolutional():
+    torch.manual_seed(0)
+    body = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten()
+    return nn.Sequential(nn.Unflatten(1, (1, 6)), *body, nn.Linear(32, 1))
+
+
+def squares(index):
+    x = torch.randn(32, 6, 6, generator=torch.Generator().manual_seed(index))
+    return x, torch.sin(x).sum((1, 2))[:, None]
+
+
+def under_autocast(where, kind, search):
+    """What is found with autocast within the functions, around the search, or both; and a forward pass around it."""
+    model = convolutional()
+    optimizer = kind(model.parameters(), lr=1e-2)
+
+    def loss(model, pair):
+        with half() if "within" in where else contextlib.nullcontext():
+            return mse_loss(model(pair[0]).float(), pair[1])
+
+    def step(index):
+        loss(model, squares(index)).backward()
+
+    with half() if "around" in where else contextlib.nullcontext():
+        before = loss(model, squares(0)).item()
+        found = search(model, optimizer, step, hdet.Probe(lambda index: [squares(-1), squares(-2)], loss))
+        assert loss(model, squares(0)).item() == before
+    return found
+
+
+def by_prepare(model, optimizer, step, probe):
+    with warnings.catch_warnings(action="ignore"):
+        ensemble = hdet.Ensemble(optimizer, total_steps=1000, controller=hdet.Auto(), model=model, probe=probe)
+    found = ensemble.prepare(step)
+    ensemble.close()
+    return found
+
+
+@pytest.mark.parametrize("search", ["find_lr", "prepare"])
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.Adafactor])  # the latter multiplies matrices in its step
+def test_autocast_around_it_gives_the_answer_of_autocast_within_step_fn(kind, search):
+    def alone(model, optimizer, step, probe):
+        return hdet.find_lr(model, optimizer, step, probe=probe, total_steps=1000)
+
+    run = alone if search == "find_lr" else by_prepare
+    within, around, both = (under_autocast(where, kind, run) for where in ("within", "around", "within and around"))
+    assert (around.rate, around.coarse, around.fine) == (within.rate, within.coarse, within.fine)
+    assert (both.rate, both.coarse, both.fine) == (within.rate, within.coarse, within.fine)
 
 
 def with_unshared_gradients():

@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
-from hdet.guard.gradients import GradientGuard, finite, not_finite
+from hdet.guard.gradients import GradientGuard, finite, flags, not_finite
 
 
 def steps(name, bad, guarded):
@@ -62,6 +62,94 @@ def test_what_is_finite(dtype):
     assert float(finite([large, bad], torch.device("cpu"))) == 0.0
     assert torch.equal(large, kept)
     assert not_finite([]) is None
+
+
+NARROW = [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_numbers_of_8_bits_are_seen(dtype):
+    good, bad = torch.ones(4).to(dtype), torch.tensor([1.0, math.nan]).to(dtype)
+    assert flags([good, torch.ones(2), bad], torch.device("cpu")).tolist() == [True, False, True]  # by dtype
+    assert float(not_finite([good])) == 0.0
+    assert float(not_finite([torch.ones(2), bad])) == 1.0
+
+
+class Quantized(nn.Module):
+    """A layer, and a buffer of a few bits for each number."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.register_buffer("table", torch.full((4,), 56, dtype=torch.uint8).view(dtype))
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def with_few_bits(dtype, path, options):
+    if "tail_average" in options:
+        options = {**options, "probe": hdet.Probe(torch.ones(64, 2), scored, size=8)}
+    model = Quantized(dtype)
+    before = model.table.clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ensemble = hdet.Ensemble(
+        optimizer, [hdet.learning_rate(optimizer)], total_steps=20, interval=5, model=model,
+        also=[Quantized(dtype), before.clone()], **options,
+    )  # fmt: skip
+    parts = {"model": model, "optimizer": optimizer, "ensemble": ensemble}
+    for step in range(20):
+        loss = model(torch.ones(1, 2)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ensemble.step(loss)
+        if step == 11:
+            hdet.save(path, parts)
+    return torch.equal(model.table.view(torch.uint8), before.view(torch.uint8))
+
+
+def scored(model, batch):
+    return model(batch).square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, getattr(torch, "float4_e2m1fn_x2", None)])
+@pytest.mark.parametrize("options", [{}, {"guard": True, "rollback": hdet.Rollback()}, {"tail_average": 0.5}])
+@pytest.mark.filterwarnings("ignore")
+def test_buffers_of_few_bits_end_no_run(tmp_path, dtype, options):
+    if dtype is None:
+        pytest.skip("this torch has no such dtype")
+    assert hdet.in_process(with_few_bits, 2, dtype, tmp_path, options) == [True, True]
+    model = Quantized(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ensemble = hdet.Ensemble(optimizer, [hdet.learning_rate(optimizer)], total_steps=20, interval=5, model=model)
+    if "tail_average" not in options:  # of another number of replicas: their mean
+        assert hdet.load(tmp_path, {"model": model, "optimizer": optimizer, "ensemble": ensemble}).step == 12
+    ensemble.close()
+
+
+@pytest.mark.parametrize("odd", [complex(math.nan, 1), complex(1, -math.inf)])
+def test_complex_numbers_are_seen(odd):
+    whole = torch.ones(4, 3, dtype=torch.complex64)
+    bad = whole.clone()
+    bad[1, 2] = odd
+    for good_one, bad_one in (
+        (whole, bad),
+        (whole.t(), bad.t()),
+        (whole.conj(), bad.conj()),
+        (whole.cdouble(), bad.cdouble()),
+    ):
+        assert float(not_finite([torch.ones(2), good_one])) == 0.0
+        assert float(not_finite([torch.ones(2), bad_one])) == 1.0
+        assert float(finite([good_one], torch.device("cpu"))) == 1.0
+        assert float(finite([torch.ones(2), bad_one], torch.device("cpu"))) == 0.0
+    assert bool((whole == 1).all())
+
+
+def test_large_numbers_are_finite():
+    large = torch.full((1000, 4), 3e38)
+    assert float(finite([large], torch.device("cpu"))) == 1.0
+    assert float(not_finite([large.t()])) == 0.0  # not contiguous
 
 
 def test_sparse_and_strided_gradients_are_seen():

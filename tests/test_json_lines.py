@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import random
 import statistics
 import time
@@ -114,16 +115,17 @@ def train_on_a_full_disk(path):
     ensemble = hdet.Ensemble(o, total_steps=4, interval=1, on_round=[hdet.JSONLines(path), *make_room])
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        for _ in range(4):
+        for step in range(4):
             o.param_groups[0]["params"][0].grad = torch.ones(2)
             o.step()
-            ensemble.step(1.0)
+            ensemble.step(4.0 - step)
     return [str(warning.message) for warning in warned]
 
 
 def test_a_full_disk_does_not_end_a_run(tmp_path):
     path = tmp_path / "rounds.jsonl"
     first, second = run(train_on_a_full_disk, 2, path)
+    first, second = ([text for text in told if "losses" not in text] for told in (first, second))
     (told,) = first
     assert told.startswith(f"round 0 cannot be written to {path} (No space left on device); the run goes on")
     assert second == []
@@ -290,3 +292,117 @@ def test_a_damaged_record_is_said_to_be_one(tmp_path, change):
     (tmp_path / "rounds.jsonl").write_text(json.dumps({**line, **change}) + "\n")
     with pytest.raises(ValueError, match=r"rounds\.jsonl"):
         hdet.read_records(tmp_path / "rounds.jsonl")
+
+
+SEARCH = hdet.SearchRecord(
+    rate=0.02, start=1e-4, interval=(0.03, 0.3), whole=(0.02, 0.3), factor=0.25, first_loss=2.0,
+    coarse=((1e-4, 2.0), (1e-2, 1.0)), fine=((1e-3, 1.9), (0.1, 0.5)), steps=170, cost=216.0, seconds=1.5,
+    doubts=("the loss fell by 1.3 % only",),
+)  # fmt: skip
+
+
+def test_a_search_and_a_loss_of_ones_own_are_kept(tmp_path):
+    path = tmp_path / "rounds.jsonl"
+    record = make_record(search=SEARCH, loss=0.75)
+    path.write_text(to_line(record, 0.0))
+    assert hdet.read_records(path) == [record]
+    line = loads(path.read_text())
+    assert line["search"]["coarse"] == [[1e-4, 2.0], [1e-2, 1.0]]
+    assert line["loss"] == 0.75
+    infinite = dataclasses.replace(SEARCH, coarse=((1e-4, math.inf),))
+    path.write_text(to_line(make_record(search=infinite), 0.0))
+    loads(path.read_text())
+    assert math.isnan(hdet.read_records(path)[0].search.coarse[0][1])
+
+
+def test_a_file_without_them_and_a_search_that_is_not_whole(tmp_path):
+    path = tmp_path / "rounds.jsonl"
+    line = loads(to_line(make_record(search=SEARCH), 0.0))
+    del line["search"]["fine"]
+    path.write_text(json.dumps(line) + "\n")
+    assert hdet.read_records(path)[0].search is None
+    del line["search"], line["loss"]
+    path.write_text(json.dumps(line) + "\n")
+    assert hdet.read_records(path) == [make_record()]
+
+
+def train_long(folder):
+    """A run that gathers nothing, as `Auto` has it in long ones, after a search."""
+    replicas = hdet.find_replicas()
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    y = x.sum(1, keepdim=True).sin()
+    torch.manual_seed(0)
+    model = hdet.data_parallel(nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)))
+    optimizer = optim.AdamW(model.parameters(), lr=1e-4)
+
+    def loss_of(model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def step(index):
+        rows = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(9 * index + replicas.rank))
+        loss = loss_of(model, (x[rows], y[rows]))
+        loss.backward()
+        return loss.detach()
+
+    kept, losses = [], []
+    sinks = [hdet.JSONLines(folder / "rounds.jsonl"), kept.append]
+    ensemble = hdet.Ensemble(
+        optimizer, [hdet.learning_rate(optimizer, spread=0.5)], total_steps=600, model=model,
+        probe=hdet.Probe(lambda index: [(x, y)], loss_of), on_round=sinks,
+    )  # fmt: skip
+    began = time.perf_counter()
+    found = ensemble.prepare(step)
+    searched = time.perf_counter() - began
+    for number in range(600):
+        losses.append(step(number))
+        optimizer.step()
+        optimizer.zero_grad()
+        ensemble.step(losses[-1])
+    return kept, [float(loss) for loss in losses], found, searched
+
+
+def test_a_long_run_records_its_search_and_the_losses_that_it_was_given(tmp_path):
+    for rank, (kept, losses, found, searched) in enumerate(hdet.in_process(train_long, 2, tmp_path)):
+        assert [record.step for record in kept] == list(range(10, 601, 10))
+        for record in kept:
+            assert all(math.isnan(score) for score in record.scores)  # nothing was gathered
+            mean = statistics.fmean(losses[record.step - 10 : record.step])
+            assert record.loss == pytest.approx(mean, rel=1e-5)
+            assert hdet.metrics(record)["loss/own"] == record.loss
+        assert f"loss {kept[3].loss:.3f}" in hdet.describe(kept[3])
+        told = kept[0].search
+        assert [record.search for record in kept[1:]] == [None] * 59
+        assert told.rate == found.rate
+        assert told.start == pytest.approx(1e-4)
+        assert list(told.coarse) == [tuple(point) for point in found.coarse]
+        assert told.seconds == found.seconds
+        assert kept[0].round_seconds < searched  # the search is no part of the round
+        if rank == 0:
+            read = hdet.read_records(tmp_path / "rounds.jsonl")
+            assert (read[0].search, [record.loss for record in read]) == (told, [record.loss for record in kept])
+
+
+def test_bad_lines_are_left_out_with_a_warning_where_others_are_good(tmp_path):
+    path = tmp_path / "rounds.jsonl"
+    good = [to_line(make_record(round=number), 1.0) for number in range(3)]
+    path.write_text(f'{good[0]}hello\n{good[1]}{{"a": 1}}\n{good[2]}')
+    says = r"rounds\.jsonl: 2 lines were left out; the first, line 2: it is no JSON"
+    with pytest.warns(UserWarning, match=says) as warned:
+        assert [record.round for record in hdet.read_records(path)] == [0, 1, 2]
+    assert warned[0].filename == __file__
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ValueError, match=r"pipe\.jsonl cannot be read: it is a named pipe, not a file"):
+        hdet.read_records(tmp_path / "pipe.jsonl")
+    with pytest.raises(FileNotFoundError):
+        hdet.read_records(tmp_path / "none.jsonl")
+
+
+def test_what_is_not_finite_is_a_hole_however_it_was_written(tmp_path):
+    path = tmp_path / "rounds.jsonl"
+    line = loads(to_line(make_record(2), 1.0)) | {"scores": ["A", "B"], "start": "C", "round_seconds": None}
+    text = json.dumps(line).replace('"A"', "1e999").replace('"B"', "NaN").replace('"C"', "-Infinity")
+    path.write_text(text + "\n")
+    (record,) = hdet.read_records(path)
+    assert all(math.isnan(score) for score in record.scores)
+    assert record.start is None
+    assert record.round_seconds == 0.0

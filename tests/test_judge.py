@@ -453,7 +453,7 @@ def test_a_probe_makes_auto_the_default_and_fixed_does_not_read_one():
     with pytest.warns(UserWarning, match="Fixed does not read it"):
         hdet.Ensemble(o, total_steps=50, model=model, probe=probe, controller=hdet.Fixed())
     with pytest.warns(UserWarning, match="do not lie on a line"):
-        hdet.Ensemble(o, total_steps=50, model=model, probe=probe, gradients="local")
+        hdet.Ensemble(o, total_steps=50, model=model, probe=probe, gradients="local", controller=hdet.LineSearch())
 
 
 def from_zero():

@@ -1,6 +1,7 @@
 """The command line, as users run it: real processes, real signals, real files."""
 
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
@@ -19,7 +20,7 @@ from torch import nn
 
 import hdet
 from hdet.checks import check_interval
-from hdet.lab import cli, course, pictures, setup, summary
+from hdet.lab import cli, course, finder, pictures, setup, summary
 from hdet.lab import demo as demos
 from hdet.lab import start as starts
 from hdet.lab import sweep as sweeps
@@ -334,17 +335,47 @@ def test_find_lr_writes_what_it_found(tmp_path, capsys):
     result = read(tmp_path / "run" / "find_lr.json")
     assert f"{result['rate']:.3g}" in shown
     assert f"Picture: {tmp_path / 'run' / 'find_lr.png'}" in shown
+    words_next = f"hdet train flights --size smoke --steps {result['total_steps']} --seed 0 --replicas 2"
+    assert words_next in shown.partition("\nNext: ")[2]
+    assert f"hdet report {tmp_path / 'run'}\n" in shown
     (low, high), (lower, _) = result["interval"], result["whole"]
     assert lower <= low < high
     assert ("narrow, so counted as" in shown) is (lower < low)
     assert result["cost"] > result["steps"] > 50
     assert result["peak_lr"] == pytest.approx(result["rate"] / result["scale"])
+    assert result["sure"] is (result["doubts"] == []) is ("Not sure" not in shown)
     assert (tmp_path / "run" / "find_lr.png").stat().st_size > 1000
     assert cli.main([*words, "--in-process", "--folder", str(tmp_path / "threads")]) == 0
     assert read(tmp_path / "threads" / "find_lr.json")["rate"] == pytest.approx(result["rate"], rel=1e-3)
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    told = capsys.readouterr()
+    assert words_next in told.out
+    assert f"--peak-lr {result['rate']:.3g}\n" in told.out
+    assert "A search for the learning rate, and no run." in told.out
+    assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
     last = 10 * (result["steps"] // 10)
-    progress = capsys.readouterr().err
+    progress = told.err + capsys.readouterr().err
     assert re.search(rf"^flights, find-lr, seed 0: step {last}, loss \d.*, lr \d", progress, re.MULTILINE)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("doubts", [(), ("the loss fell by only 1.3 %, from 1 to 0.987",)])
+def test_find_lr_says_what_to_do_next(tmp_path, capsys, monkeypatch, doubts, replicas):
+    told = dataclasses.replace(found_rate(0.01, 100), doubts=doubts)
+    monkeypatch.setattr(finder, "find_lr", lambda *given, **named: told)
+    options = ["flights", "--size", "smoke", "--replicas", str(replicas), "--seed", "3", "--steps", "20"]
+    assert cli.main(["find-lr", *options, "--in-process", "--folder", str(tmp_path / "find")]) == 0
+    shown = capsys.readouterr().out
+    result = read(tmp_path / "find" / "find_lr.json")
+    assert (result["sure"], result["doubts"]) == (not doubts, list(doubts))
+    assert [line for line in shown.splitlines() if line.startswith("Not sure")] == [f"Not sure: {d}" for d in doubts]
+    *others, train, report = [line.partition("hdet ")[2] for line in shown.partition("Next: ")[2].splitlines()]
+    assert report == f"report {tmp_path / 'find'}"
+    given = f"flights --size smoke --steps 20 --seed 3 --replicas {replicas} --optimizer adamw --peak-lr 0.01"
+    assert train == f"train {given}{' --controller none' * (replicas == 1)}"
+    assert others == [f"sweep {given} --seeds 1"] * bool(doubts)
+    for number, words in enumerate((train, *others)):
+        assert cli.main([*words.split(), "--in-process", "--folder", str(tmp_path / str(number))]) == 0
 
 
 def test_find_lr_from_a_hopeless_start_says_so(tmp_path, capsys):
@@ -488,3 +519,27 @@ def test_a_folder_in_which_a_run_is_alive_is_refused(tmp_path, capsys):
     with locked(tmp_path / "new" / "run"):
         assert (tmp_path / "new" / "run" / LOCK).exists()
     assert not (tmp_path / "new").exists()  # nothing was written there
+
+
+def test_the_version_without_importing_torch():
+    script = "import sys, hdet_command as c; sys.argv[1:] = ['--version']; c.main(); print('torch' in sys.modules)"
+    done = run(sys.executable, "-c", script)
+    assert done.stdout == f"hdet {hdet.__version__}\nFalse\n", done.stderr
+
+
+def test_the_version_of_sources_that_are_not_installed():
+    script = (
+        "import sys, importlib.metadata as m\n"
+        "def version(name): raise m.PackageNotFoundError(name)\n"
+        "m.version = version\n"
+        "import hdet_command as c; sys.argv[1:] = ['--version']; c.main()"
+    )
+    done = run(sys.executable, "-c", script)
+    assert done.stdout == "hdet unknown\n", done.stderr
+
+
+def test_the_version_from_the_module(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"hdet {hdet.__version__}\n"

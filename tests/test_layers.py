@@ -21,13 +21,21 @@ MAY_IMPORT = {
     "hooks": set(),
     "record": set(),
     "sink": {"record", "replicas"},
-    "json_lines": {"record", "sink"},
-    "replay": {"arguments", "hooks", "record", "tail"},
+    "reading": set(),
+    "schema": set(),
+    "terminal": set(),
+    "json_lines": {"reading", "record", "schema", "sink"},
+    "schedule": {"schema"},
+    "replay": {"arguments", "hooks", "reading", "record", "schedule", "tail"},
     "progress": {"record", "sink"},
     "trackers": {"record", "sink"},
-    "report": {"controllers", "json_lines", "record", "replay"},
+    "report": {
+        "controllers", "descent", "json_lines", "liveness", "range_test", "reading", "record", "replay", "schedule",
+        "schema", "terminal",
+    },
     "board": set(),
-    "replicas": {"board"},
+    "liveness": set(),
+    "replicas": {"board", "liveness"},
     "shards": {"replicas"},
     "agreement": {"board", "hooks", "hyperparameters", "replicas"},
     "restore": {"shards"},
@@ -35,16 +43,17 @@ MAY_IMPORT = {
     "local_gradients": {"shards"},
     "outer_step": {"arguments"},
     "tail": {"arguments"},
+    "descent": set(),
     "controllers": {"arguments", "assignment"},
     "hyperparameters": {"assignment", "hooks"},
     "fan_out": {"hooks", "hyperparameters"},
     "values": {"fan_out", "hyperparameters"},
     "rounds": {"assignment", "hyperparameters", "replicas"},
-    "recording": {"controllers", "hyperparameters", "record", "rounds", "values"},
+    "recording": {"controllers", "hyperparameters", "range_test", "record", "rounds", "values"},
     "converge": {"replicas", "shards"},
     "optimizer_state": {"shards"},
     "tensors": {"converge", "hyperparameters", "optimizer_state", "shards"},
-    "in_process": {"converge", "replicas"},
+    "in_process": {"converge", "hooks", "replicas"},
     "warm_init": {"agreement", "replicas", "shards"},
     "probe": {"arguments", "hooks", "replicas", "restore", "shards"},
     "range_test": {
@@ -52,7 +61,7 @@ MAY_IMPORT = {
     },
     "judge": {"probe", "replicas", "score"},
     "joining": {"replicas"},
-    "rollback": {"arguments", "converge", "replicas", "rounds", "tensors"},
+    "rollback": {"arguments", "board", "converge", "replicas", "rounds", "score", "tensors"},
     "checks": {
         "arguments", "assignment", "controllers", "hyperparameters", "local_gradients", "probe", "replicas", "rollback",
         "shards",
@@ -68,17 +77,18 @@ MAY_IMPORT = {
         "tensors",
     },
     "engine": {
-        "agreement", "controllers", "guard", "joining", "judge", "local_gradients", "meeting", "no_effect",
-        "outer_step", "range_test", "record", "recording", "rollback", "rounds", "settings", "tail", "tensors",
-        "values", "warm_init",
+        "agreement", "controllers", "descent", "guard", "joining", "judge", "local_gradients", "meeting", "no_effect",
+        "outer_step", "range_test", "record", "recording", "rollback", "rounds", "score", "settings", "tail",
+        "tensors", "values", "warm_init",
     },
+    "in_words": {"engine", "hyperparameters"},
     "resume": {"agreement", "engine", "score"},
     "ensemble": {
-        "agreement", "assignment", "checks", "controllers", "converge", "engine", "hooks", "hyperparameters", "joining",
-        "judge", "local_gradients", "outer_step", "probe", "range_test", "record", "replicas", "resume", "rollback",
-        "score", "settings", "tail",
+        "agreement", "assignment", "checks", "controllers", "converge", "engine", "hooks", "hyperparameters",
+        "in_words", "joining", "judge", "local_gradients", "outer_step", "probe", "range_test", "record", "replicas",
+        "resume", "rollback", "score", "settings", "tail",
     },
-    "checkpoint": {"arguments", "ensemble", "hooks", "replicas", "restore"},
+    "checkpoint": {"agreement", "arguments", "converge", "ensemble", "hooks", "replicas", "restore"},
     "integrations": {"checkpoint", "ensemble", "hooks", "hyperparameters", "record", "replicas"},
     "one_cycle": {
         "agreement", "arguments", "assignment", "controllers", "deepspeed", "ensemble", "hooks", "hyperparameters",
@@ -105,7 +115,7 @@ def test_imports_go_one_way():
         if module == "__init__":
             continue
         allowed = (
-            {"lab", "report", "json_lines", "interrupts", *hdet.__all__}
+            {"lab", "report", "json_lines", "interrupts", "reading", "schema", "terminal", *hdet.__all__}
             if module == "lab"
             else {module} | MAY_IMPORT[module]
         )  # lab: the public API, the format of what it writes, and what has nothing to do with training

@@ -5,7 +5,7 @@ import statistics
 import pytest
 
 import hdet
-from hdet.controllers import Observation, Report
+from hdet.controllers import Observation, Report, check_state
 from hdet.controllers.evidence import VAGUE, words
 from hdet.controllers.line_search import clear_until, fit, fit_with_intercept
 from hdet.controllers.steering import Steering
@@ -82,7 +82,7 @@ def test_without_a_vertex_it_goes_as_far_as_it_may(a, b, step):
     [
         (2.0, 0.5, 0.6, 1.0, math.log(2)),  # rises: half of the way up is the schedule's
         (2.0, 0.1, 0.2, 1.0, 0.0),  # all of it is
-        (2.0, 0.5, 0.4, 1.0, math.log(4)),  # falls
+        (2.0, 0.5, 0.4, 1.0, math.log(4)),  # falls, from the highest base that it has seen
         (2.0, 0.5, 0.6, None, math.log(4)),  # no peak is known
         (0.25, 0.5, 0.6, 1.0, math.log(0.5)),  # down is down
     ],
@@ -95,13 +95,59 @@ def test_while_the_schedule_rises_it_is_given_its_share(vertex, base, next_base,
     assert math.log(after["scale"]) == pytest.approx(distance / 2, abs=1e-9)
 
 
+SCHEDULES = {
+    "cosine": lambda t: 0.5 + 0.5 * math.cos(math.pi * t),
+    "one cycle": lambda t: 0.04 + 0.96 * t / 0.3 if t < 0.3 else 0.5 + 0.5 * math.cos(math.pi * (t - 0.3) / 0.7),
+    "linear": lambda t: 1 - t,
+    "exponential": lambda t: math.exp(-6 * t),
+    "steps": lambda t: 1.0 if t < 0.4 else 0.1 if t < 0.7 else 0.01,
+    "constant, then down": lambda t: min(1.0, 5 * (1 - t)),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("target", ["neutral", "greedy"])
+@pytest.mark.parametrize("best", [1 / 30, 1.0, 30.0, 1e6])
+def test_it_does_not_lift_the_rate_against_a_falling_schedule(name, target, best):
+    """However much rounds ask for: the last centers are as low, relative to the highest, as the schedule's."""
+    rng = random.Random(2)
+    controller, schedule = hdet.LineSearch(target=target), SCHEDULES[name]
+    state, bases, centers = controller.init(["learning_rate"]), [], []
+    for k in range(80):
+        base, next_base = schedule(k / 80), schedule((k + 1) / 80)
+        rate = base * state["learning_rate"]["scale"]
+        bases.append(base)
+        centers.append(rate)
+        late = best * (1 if k < 40 else 100)  # what rounds ask for where curvature is gone
+        probe = [-(x := rate * m / late) + x * x / 2 + rng.gauss(0, 0.01) for m in wide(4)]
+        state = controller.update(state, report(probe, 0.0, wide(4), base, next_base, 1.0))
+    assert centers[-1] / max(centers) <= 2 * bases[-1] / max(bases)
+    if best > 1:
+        assert max(centers) > max(bases), "it has found nothing"
+
+
+def test_it_rests_below_half_of_the_peak_and_goes_on_after_a_restart():
+    controller = hdet.LineSearch()
+    state = controller.init(["learning_rate"])
+    scales = []
+    for base in (1.0, 0.75, 0.5, 0.1, 1.0):
+        state = controller.update(state, report([-m for m in wide(4)], 0.0, wide(4), base, base / 2, 1.0))
+        scales.append(math.log(state["learning_rate"]["scale"]))
+    assert scales == pytest.approx([0.5, 0.75, 0.75, 0.75, 1.25])
+
+
 class Twin:
     """The line search from its formulas, in the plainest way: normal equations, A and B as running means."""
 
     def __init__(self, target, hills):
         self.hills, self.target, self.scale, self.a, self.b, self.rounds = hills, VERTEX[target], 1.0, 0.0, 0.0, 0
+        self.highest = 0.0
 
     def round(self, probe, start, rho, base, next_base, peak):
+        self.highest = max(self.highest, base)
+        share = 2 * base / self.highest - 1
+        if share <= 0:
+            return  # it rests
         y = [loss - start for loss in probe]
         s2, s3, s4 = (sum(m**k for m in rho) for k in (2, 3, 4))
         t1 = sum(m * z for m, z in zip(rho, y, strict=True))
@@ -115,7 +161,7 @@ class Twin:
         d = math.log(vertex / self.target)
         if next_base > base and d > 0:
             d = max(0.0, d + math.log(base / peak))
-        factor = math.exp(min(max(d / 2, -0.5), 0.5))
+        factor = math.exp(share * min(max(d / 2, -0.5), 0.5))
         self.scale *= factor
         q = factor * next_base / base
         self.a, self.b = self.a * q, self.b * (q * q if self.b > 0 or self.hills else min(q * q, 1.0))
@@ -248,7 +294,7 @@ def test_sums_are_those_of_all_rounds_in_units_of_the_last_step_size():
     controller = hdet.LineSearch()
     state, rounds = controller.init(["learning_rate"]), []
     for _ in range(25):
-        base = rng.uniform(0.5, 2.0)
+        base = rng.uniform(1.1, 2.0)
         rate = base * state["learning_rate"]["scale"]
         a, b = -rate * rng.uniform(0.8, 1.2), 0.5 * rate**2 * rng.uniform(0.8, 1.2)
         rounds.append((rate, a / (abs(a) + b), b / (abs(a) + b)))
@@ -385,3 +431,12 @@ def test_the_vertex_of_one_group_is_its_own_while_others_move(size, rate, others
 def test_two_replicas_cannot_tell_a_group_from_the_others():
     assert fit_with_intercept((0.5, 1.5), (1.0, 2.0)) is None
     assert fit_with_intercept((0.5, 1.0, 1.5), (1.0, 2.0, math.nan)) is None
+
+
+def test_a_state_of_before_the_highest_base_was_kept_goes_on():
+    like = hdet.LineSearch().init(["learning_rate"])
+    saved = {"learning_rate": {key: 2.0 for key in like["learning_rate"] if key != "highest"}}
+    state = check_state(saved, like)["learning_rate"]
+    assert list(state.items()) == [(key, 0.0 if key == "highest" else 2.0) for key in like["learning_rate"]]
+    with pytest.raises(ValueError, match=r"holds \['scale'\], this controller needs"):
+        check_state({"learning_rate": {"scale": 1.0}}, like)

@@ -1,3 +1,4 @@
+import functools
 import random
 
 import numpy as np
@@ -354,6 +355,67 @@ class Samples(IterableDataset):
 def test_bad_arguments(arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
         hdet.Probe(**{"data": data(), "loss_fn": loss_fn, **arguments})
+
+
+def of_outputs_and_targets(outputs, targets):
+    return outputs.sub(targets).square().mean()
+
+
+def half_squares(outputs, targets):
+    return (outputs - targets).square().mean() / 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None, 64, torch.ones(()), nn.MSELoss(), mse_loss, functools.partial(mse_loss, reduction="sum"), make(),
+        nn.Bilinear(1, 1, 1), lambda batch: 0, lambda model, batch, more: 0, of_outputs_and_targets, half_squares,
+    ],
+)  # fmt: skip
+def test_what_is_no_function_of_a_model_and_a_batch_is_refused_with_what_to_write(wrong):
+    with pytest.raises(
+        TypeError, match=r"loss_fn (must be|is called).*\(model, batch\).*write for example Probe\(data, "
+    ):
+        hdet.Probe(data(), wrong).score(make(), 0)
+
+
+class Judge:
+    def mean(self, model, batch, scale=1.0):
+        return scale * loss_fn(model, batch)
+
+    def __call__(self, *given):
+        return self.mean(*given)
+
+
+@functools.wraps(nn.functional.mse_loss)  # and so its name, its module and what inspect takes for its arguments
+def squares(model, batch):
+    return loss_fn(model, batch)
+
+
+@functools.wraps(loss_fn)
+def logged(*given):
+    return loss_fn(*given)
+
+
+@functools.wraps(lambda outputs, targets, weight: 0)
+def weighted(model, batch):
+    return loss_fn(model, batch)
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        Judge(), Judge().mean, functools.partial(Judge().mean, scale=1.0), lambda *a: loss_fn(*a), squares, logged,
+        weighted,
+    ],
+)  # fmt: skip
+def test_whatever_can_be_called_with_a_model_and_a_batch_is_taken(right):
+    assert hdet.Probe(data(), right).score(make(), 0) == hdet.Probe(data(), loss_fn).score(make(), 0)
+
+
+def test_an_error_of_the_users_own_in_loss_fn_stays_as_it_is():
+    with pytest.raises(TypeError, match=r"^mine$"):
+        hdet.Probe(data(), lambda model, batch: (_ for _ in ()).throw(TypeError("mine"))).score(make(), 0)
 
 
 @pytest.mark.parametrize("loss", [torch.ones(2), torch.ones((), dtype=torch.long), None, 3.0])

@@ -1,9 +1,12 @@
 """One replica that is not finite is left out, restored and reported; what it costs the run is measured."""
 
+import copy
 import functools
 import math
 import random
+import re
 import statistics
+import warnings
 
 import pytest
 import torch
@@ -13,8 +16,9 @@ from torch import nn, optim
 import hdet
 from hdet.controllers.report import Observation, Report
 from hdet.controllers.steering import Steering
-from hdet.guard.quarantine import NUMBERS, Census, take_census
+from hdet.guard.quarantine import NUMBERS, Census, Condition, Statistics, take_census
 from hdet.judge import Judged
+from hdet.rollback.rollback import Keeper
 
 REPLICAS, STEPS, INTERVAL = 8, 120, 10
 KINDS = {"loss": 1.02, "weights": 1.03, "moments": 1.03}
@@ -227,6 +231,380 @@ def test_a_batch_of_nan_does_not_cost_the_statistics_of_batch_norm(spread):
     assert all(math.isfinite(x) for row in first for x in row)
 
 
+class Masked(nn.Module):
+    """A norm, whose statistics training does not use, and a mask that is meant not to be finite."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def spoiled(what, sick, at=7, options=None):
+    """Statistics, or what follows the weights, become NaN at one step on the `sick` replicas."""
+    rank, events = hdet.find_replicas().rank, []
+    torch.manual_seed(0)
+    module = Masked()
+    model = hdet.data_parallel(module)
+    model.broadcast_buffers = False  # DDP would give all replicas the first one's
+    optimizer = optim.AdamW(module.parameters(), lr=0.01)
+    ema = optim.swa_utils.AveragedModel(module, use_buffers=True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ensemble = hdet.Ensemble(
+            optimizer, [hdet.learning_rate(optimizer, spread=0.3)], total_steps=20, interval=5, model=model,
+            on_round=[lambda record: events.append(record.events)], also=[ema], **(options or {}),
+        )  # fmt: skip
+        for step in range(20):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+            loss = (model(x) - x[:, :1]).square().mean()
+            loss.backward()
+            if step == at and rank in sick:
+                (module.layers[1].running_var if what == "buffer" else next(ema.parameters()).data)[0] = math.nan
+            optimizer.step()
+            optimizer.zero_grad()
+            ensemble.step(loss)
+    finite = all(bool(t.isfinite().all()) for t in (*module.parameters(), module.layers[1].running_var))
+    return events, [str(w.message) for w in said], finite
+
+
+@pytest.mark.parametrize("options", [{}, {"rollback": hdet.Rollback()}])
+@pytest.mark.parametrize(
+    ("what", "sick", "says"),
+    [
+        (
+            "buffer",
+            (1,),
+            r"the buffer 'module.layers.1.running_var' was not finite on replica 1 at step 10 and is aver",
+        ),
+        ("buffer", (0, 1), r"the buffer 'module.layers.1.running_var' was not finite on all replicas at step 10\. "),
+        ("follower", (1,), r"'module.layers.0.weight' of also\[0\] was not finite on replica 1 at step 10"),
+    ],
+)
+def test_statistics_that_are_not_finite_are_told_at_once_on_all_replicas(what, sick, says, options):
+    first, second = run(spoiled, 2, what, sick, 7, options)
+    assert first == second
+    events, warned, _ = first
+    assert [len(round_events) for round_events in events] == [0, 1, 0, 0]  # once, and the mask is left alone
+    assert re.match(says, events[1][0])
+    assert "guard=True" in events[1][0]
+    assert warned == list(events[1])
+
+
+class Table(nn.Module):
+    """A module that saves what is no tensor, as those of quantization do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+        self.register_buffer("none", torch.empty(0))
+
+    def get_extra_state(self):
+        return {"version": 1}
+
+    def set_extra_state(self, state):
+        pass
+
+
+class Odd(Table):
+    """One whose tensors have no names."""
+
+    def named_parameters(self, *args, **kwargs):
+        if not kwargs:
+            raise RuntimeError("no names")
+        return super().named_parameters(*args, **kwargs)
+
+
+def a_follower_of_nan(kind):
+    model, events = nn.Linear(2, 1), []
+    optimizer = optim.SGD(model.parameters(), lr=1e-3)
+    follower = kind()
+    ensemble = hdet.Ensemble(
+        optimizer, [hdet.learning_rate(optimizer)], total_steps=10, interval=5, model=model, also=[Table(), follower],
+        on_round=[lambda record: events.extend(record.events)],
+    )  # fmt: skip
+    for step in range(10):
+        loss = model(torch.ones(4, 2)).square().mean()
+        loss.backward()
+        optimizer.step()
+        if step == 3:
+            follower.weight.data.fill_(math.nan)
+        ensemble.step(loss)
+    return [event.partition(" was ")[0] for event in events if "not finite" in event]
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Table, "'weight' of also[1]"), (Odd, "a tensor")])
+@pytest.mark.filterwarnings("ignore")
+def test_to_name_a_tensor_never_raises(kind, name):
+    assert hdet.in_process(a_follower_of_nan, 2, kind) == [[name]] * 2
+
+
+@pytest.mark.parametrize("at", [0, 7])  # the first forward pass comes before the first step
+@pytest.mark.parametrize("sick", [(1,), (0, 1)])
+def test_with_the_guard_statistics_are_put_back_and_that_is_an_event(sick, at):
+    first, second = run(spoiled, 2, "buffer", sick, at, {"guard": True})
+    assert first == second
+    events, _, finite = first
+    assert finite
+    where = "all replicas" if len(sick) == 2 else "replica 1"
+    assert [event for round_events in events for event in round_events] == [
+        f"guard: the buffer 'module.layers.1.running_var' was not finite on {where} at step {at + 5 - at % 5} and was "
+        "put back to its value at the start of the round"
+    ]
+
+
+def norms(guard, events):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = optim.SGD(model.parameters(), lr=1e-3)
+    ensemble = hdet.Ensemble(
+        optimizer, [hdet.learning_rate(optimizer)], total_steps=40, interval=5, model=model, guard=guard,
+        on_round=[lambda record: events.extend(record.events)],
+    )  # fmt: skip
+    return {"model": model, "optimizer": optimizer, "ensemble": ensemble}
+
+
+def step_with(parts, x):
+    loss = parts["model"](x).square().mean()
+    parts["optimizer"].zero_grad()
+    loss.backward()
+    parts["optimizer"].step()
+    parts["ensemble"].step(loss)
+
+
+def resumed_from_spoiled(path, order, sick, stop=10):
+    """The statistics before and after two rounds of a run whose first norm was NaN when it was saved."""
+    rank, events = hdet.find_replicas().rank, []
+    parts = norms(False, [])
+    for step in range(stop):
+        step_with(parts, torch.randn(8, 6, generator=torch.Generator().manual_seed(step)) * 3 + 5)
+    if rank in sick:
+        parts["model"][1].running_mean.fill_(math.nan)
+    saved = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+    hdet.save(path, parts)
+    parts["ensemble"].close()
+    before = parts["model"][3].running_var.clone()
+    again = norms(True, events)
+    if order == "hdet.load":
+        hdet.load(path, again)
+    else:
+        for name in order:
+            again[name].load_state_dict(saved[name])
+    moved = []
+    while again["ensemble"].progress["step"] < stop - stop % 5 + 10:
+        step_with(again, torch.randn(8, 6) * 3 + 5)
+        moved.append(again["model"][3].running_var.clone())
+    nearest = min((moved[4 - stop % 5] - v).abs().max().item() for v in (before, torch.ones(4)))
+    kept = (moved[4 - stop % 5] - before).abs().max().item() == nearest
+    return kept, bool(again["model"][1].running_mean.isfinite().all()), [e for e in events if "guard" in e]
+
+
+ORDERS = ["hdet.load", ("model", "optimizer", "ensemble"), ("ensemble", "optimizer", "model")]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_resume_from_spoiled_statistics_keeps_the_others(tmp_path, order):
+    first, second = hdet.in_process(resumed_from_spoiled, 2, tmp_path, order, (0, 1))
+    assert first == second
+    kept, finite, events = first
+    assert kept
+    assert not finite
+    assert events == [  # once, and nothing that is not so
+        "guard: the buffer '1.running_mean' was not finite on all replicas at step 15 and has no finite value to go "
+        "back to, as that was loaded: evaluation may not work"
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_replica_that_was_resumed_with_spoiled_statistics_is_given_those_of_the_others(tmp_path):
+    first, second = hdet.in_process(resumed_from_spoiled, 2, tmp_path, "hdet.load", (1,), 7)
+    assert first == second
+    kept, finite, events = first
+    assert kept
+    assert finite
+    assert [event.partition(" at step")[0] for event in events] == [
+        "guard: the buffer '1.running_mean' was not finite on replica 1", "guard: replica 1 was not finite",
+    ]  # fmt: skip
+
+
+def gone_back(order, at):
+    """Statistics of step 5, loaded into an ensemble that is farther, and then a batch of NaN."""
+    events = []
+    parts = norms(True, events)
+    for _ in range(5):
+        step_with(parts, torch.randn(8, 6) + 5)
+    saved = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+    there = [t.clone() for t in parts["model"].buffers() if t.is_floating_point()]
+    for _ in range(at):
+        step_with(parts, torch.randn(8, 6) - 50)
+    for name in order:
+        parts[name].load_state_dict(saved[name])
+    step_with(parts, torch.full((8, 6), math.nan))
+    parts["ensemble"].converge()
+    now = [t for t in parts["model"].buffers() if t.is_floating_point()]
+    return all(map(torch.equal, there, now)), [event for event in events if "put back" in event]
+
+
+@pytest.mark.parametrize("order", ORDERS[1:])
+@pytest.mark.parametrize("at", [20, 22])
+@pytest.mark.filterwarnings("ignore")
+def test_statistics_go_back_to_those_that_were_loaded(order, at):
+    first, second = hdet.in_process(gone_back, 2, order, at)
+    assert first == second
+    assert first[0]
+    assert len(first[1]) == 1
+
+
+def test_only_what_is_spoiled_is_put_back():
+    good, bad, lost = torch.ones(2), torch.ones(2, dtype=torch.float64), torch.ones(2)
+    statistics = Statistics(mends=True)
+    statistics.keep([good, bad, lost])
+    lost.fill_(math.nan)
+    statistics.keep([good, bad, lost], "loaded")
+    good.fill_(2)
+    statistics.keep([good, bad, lost], "late")
+    good.fill_(3)
+    bad.fill_(math.inf)
+    assert statistics.mend([good, bad, lost]) == (1, 2, 1)  # by dtype: good, lost, bad
+    assert good.tolist() == [3, 3]
+    assert bad.tolist() == [1, 1]
+    assert statistics.mend([good, bad, lost]) == (-1, 0, 0)  # told once
+
+
+class Spectral(nn.Module):
+    """A filter of complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.out = nn.Linear(8, 1)
+        self.register_buffer("phase", torch.ones(5, dtype=torch.complex64))
+
+    def forward(self, x):
+        return self.out(torch.fft.irfft(torch.fft.rfft(x) * self.filter * self.phase, n=8))
+
+
+def with_complex_numbers(kind, options, gradients="shared"):
+    rank, events = hdet.find_replicas().rank, []
+    torch.manual_seed(0)
+    module = Spectral()
+    model = hdet.data_parallel(module)
+    model.broadcast_buffers = False
+    optimizer = optim.AdamW(module.parameters(), lr=0.01)
+    if kind == "state":
+        optimizer = optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+    ensemble = hdet.Ensemble(
+        optimizer, [hdet.learning_rate(optimizer, spread=0.3)], total_steps=20, interval=5, model=model,
+        gradients=gradients, on_round=[lambda record: events.extend(record.events)], **options,
+    )  # fmt: skip
+    odd = complex(0.0, math.nan)
+    for step in range(20):
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+        loss = (model(x) - x[:, :1]).square().mean()
+        loss.backward()
+        if step == 9 and kind == "gradient":
+            module.filter.grad[1] = odd
+        optimizer.step()
+        if step == 9 and rank == 1 and kind in ("weights", "buffer", "state"):
+            state = optimizer.state[module.filter].get("momentum_buffer")
+            {"weights": module.filter.data, "buffer": module.phase, "state": state}[kind][0] = odd
+        optimizer.zero_grad()
+        ensemble.step(loss)
+    held = [*module.parameters(), module.phase, *(v for s in optimizer.state.values() for v in s.values())]
+    return events, [torch.view_as_real(t.detach()).tolist() if t.is_complex() else t.tolist() for t in held]
+
+
+@pytest.mark.parametrize("options", [{}, {"rollback": hdet.Rollback(), "outer_step": hdet.Nesterov()}])
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("none", None),
+        ("gradient", "guard: skipped 1 step on all replicas, as the gradient was not finite"),
+        ("weights", "guard: replica 1 was not finite at step 10 and got the average of the others"),
+        ("state", "guard: replica 1 was not finite at step 10 and got the average of the others"),
+        ("buffer", "guard: the buffer 'module.phase' was not finite on replica 1 at step 10 and was put back to its "
+                   "value at the start of the round"),
+    ],
+)  # fmt: skip
+def test_the_guard_sees_complex_numbers(kind, says, options):
+    results = hdet.in_process(lambda: with_complex_numbers(kind, {"guard": True, **options}), 2)
+    assert results == run(with_complex_numbers, 2, kind, {"guard": True, **options})  # DDP
+    assert results[0] == results[1]
+    events, tensors = results[0]
+    assert events == ([] if says is None else [says])
+    assert all(torch.tensor(t).isfinite().all() for t in tensors)
+
+
+def test_complex_gradients_can_be_local():
+    first, second = run(with_complex_numbers, 2, "none", {"guard": True}, "local")
+    assert first == second
+
+
+def test_complex_weights_that_are_not_finite_are_no_snapshot():
+    tensors = [torch.tensor([complex(1, math.nan)])]
+    keeper = Keeper(hdet.Rollback())
+    keeper.keep(tensors, [], hdet.find_replicas(), 5)
+    assert keeper.kept_at is None
+
+
+def huge(value, at, options):
+    """One gradient that is finite, but whose square is not in single precision, or one loss, on replica 1."""
+    rank, events = hdet.find_replicas().rank, []
+    torch.manual_seed(0)
+    model = hdet.data_parallel(nn.Linear(3, 1))
+    optimizer = optim.AdamW(model.parameters(), lr=0.01)
+    ensemble = hdet.Ensemble(
+        optimizer, [hdet.learning_rate(optimizer, spread=0.3)], total_steps=20, interval=5, model=model,
+        on_round=[lambda record: events.extend(record.events)], **options,
+    )  # fmt: skip
+    for step in range(20):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = (model(x) - x[:, :1]).square().mean()
+        loss.backward()
+        if step == at and value == "gradient":
+            next(model.parameters()).grad[0, 0] = 1e30
+        optimizer.step()
+        optimizer.zero_grad()
+        ensemble.step(loss.detach() * math.inf if step == at and value == "loss" and rank == 1 else loss)
+    return events
+
+
+_MOMENTS = r"no replica's optimizer state is finite \(exp_avg_sq of the parameter 'module.weight'.*clip"
+
+
+def test_what_cannot_be_named_is_left_out():
+    model = nn.Linear(2, 1)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    ensemble = hdet.Ensemble(
+        optimizer, [hdet.learning_rate(optimizer, spread=0.0)], total_steps=4, model=model, guard=True
+    )
+    told = ensemble._engine.health.lost
+    assert told(Census((), (0, 1), odd={0: -1, 1: -1})) == "no replica's weights are finite"
+    assert told(Census((), (0, 1), odd={0: 1, 1: 1})) == "no replica's weights are finite (the parameter 'bias')"
+    ensemble.close()
+
+
+def test_moments_that_overflow_are_not_called_weights():
+    with pytest.raises(hdet.ReplicaError, match=_MOMENTS):
+        hdet.in_process(lambda: huge("gradient", 7, {"guard": True}), 2)
+    options = {"guard": True, "rollback": hdet.Rollback()}
+    with pytest.raises(hdet.ReplicaError, match=_MOMENTS + ".*at step 5, before the first full round"):
+        hdet.in_process(lambda: huge("gradient", 2, options), 2)
+    first, second = hdet.in_process(lambda: huge("gradient", 7, options), 2)
+    assert first == second
+    assert re.match(r"rolled back at step 10 to the weights of step 5: " + _MOMENTS, first[0])
+
+
+def test_a_rollback_tells_the_loss_that_was_seen():
+    first, second = hdet.in_process(lambda: huge("loss", 7, {"rollback": hdet.Rollback()}), 2)
+    assert first == second
+    assert "the loss was inf on replica 1" in first[0]
+
+
 def everybody(options):
     torch.manual_seed(0)
     model = hdet.data_parallel(nn.Linear(2, 1))
@@ -298,14 +676,15 @@ def test_without_rollback_the_error_says_what_to_do():
 
 
 def row(how, skipped=0, layout=1, step=5, full=1):
-    return [0.5, how, skipped, layout, step, full]
+    return [0.5, *Condition(how, skipped, layout, step, full)]
 
 
 def test_who_counts():
     judged = Judged((1.0, 2.0, math.nan, 3.0), (1.0, 2.0, 3.0, 4.0), 0.5)
     table = [row(1), row(0), row(1), row(-1, step=3)]
     census = take_census(table, judged, guarded=True)
-    assert census == Census((0,), (1, 2), (3,), (0, 0, 0, 0), True, 5, True)
+    assert (census.healthy, census.sick, census.ended) == ((0,), (1, 2), (3,))
+    assert (census.same_state, census.step, census.full) == (True, 5, True)
     assert take_census(table, judged, guarded=False).healthy == (0, 2)
     assert str(census.view(judged).scores) == "(1.0, nan, nan, nan)"
     assert str(census.view(judged).probe) == "(1.0, nan, nan, nan)"

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import math
+import os
 import warnings
 
 import pytest
@@ -220,3 +222,163 @@ def test_what_does_not_fit_is_refused(learned, tmp_path):
         hdet.ReplayLR(make()[1], schedule, total_steps=0)
     with pytest.raises(ValueError, match="no round to export"):
         hdet.make_schedule([])
+
+
+PLAIN = {
+    "kind": "hdet-schedule", "version": 1, "total_steps": 10, "complete": True, "hyperparameters": {"learning_rate": {
+        "places": ["0/0/lr", "0/1/lr"], "steps": [0, 4, 9], "centers": [[0.1, 0.2], [0.3, 0.4], [0, 0.0]],
+    }},
+}  # fmt: skip
+
+
+def spoiled(**changes):
+    """The plain schedule with other entries at the top, or in its only hyperparameter."""
+    row = PLAIN["hyperparameters"]["learning_rate"]
+    inside = {key: value for key, value in changes.items() if key in row}
+    outside = {key: value for key, value in changes.items() if key not in row}
+    return {**PLAIN, "hyperparameters": {"learning_rate": {**row, **inside}}, **outside}
+
+
+BAD_SCHEDULES = {
+    "a negative rate": (spoiled(centers=[[0.1, 0.2], [0.3, -0.4], [0, 0]]), "at least 0, got -0.4 at step 4"),
+    "a momentum beyond 1": (spoiled(places=["0/0/lr", "0/1/betas/0"], centers=[[1, 1.5]] * 3), "from 0 to 1, got 1.5"),
+    "a rate that is no number": (spoiled(centers=[[0.1, math.nan], [1, 1], [1, 1]]), "not finite, the first at step 0"),
+    "an infinite rate": (spoiled(centers=[[0.1, 0.1], [1, math.inf], [1, 1]]), "not finite, the first at step 4"),
+    "null for a rate": (spoiled(centers=[[0.1, None], [1, 1], [1, 1]]), "not finite, the first at step 0"),
+    "text for a rate": (spoiled(centers=[[0.1, "x"], [1, 1], [1, 1]]), r"centers\[0\]\[1\] must be a number, got 'x'"),
+    "true for a rate": (spoiled(centers=[[0.1, True], [1, 1], [1, 1]]), "must be a number, got true"),
+    "too few steps": (spoiled(steps=[0, 4]), "a center of learning_rate for each of its steps and places, got 2 steps"),
+    "too few centers": (spoiled(centers=[[0.1, 0.2]]), "3 steps, 2 places and 1 rows"),
+    "too few columns": (spoiled(centers=[[0.1]] * 3), "for each of its steps and places"),
+    "a centers of numbers": (spoiled(centers=[0.1, 0.2, 0.3]), r"centers\[0\] must be a list, got 0.1"),
+    "no steps": (spoiled(steps=[], centers=[]), "got 0 steps"),
+    "no places": (spoiled(places=[], centers=[[]] * 3), "must have places of learning_rate, each once"),
+    "a place twice": (spoiled(places=["0/0/lr"] * 2), "must have places of learning_rate, each once"),
+    "places that are numbers": (spoiled(places=[0, 1]), r"places\[0\] must be text, got 0"),
+    "steps that end early": (spoiled(steps=[0, 4, 7]), "must reach step 9, the last one, .* ends at step 7"),
+    "steps that fall": (spoiled(steps=[0, 9, 4]), "steps of learning_rate that rise from 0 to at most 9"),
+    "a step twice": (spoiled(steps=[0, 9, 9]), "that rise"),
+    "steps below 0": (spoiled(steps=[-1, 4, 9]), "that rise from 0"),
+    "steps beyond the end": (spoiled(steps=[0, 4, 12]), "at most 9, its total_steps less 1; got 0 to 12"),
+    "half a step": (spoiled(steps=[0, 4.5, 9]), r"steps\[1\] must be a whole number, got 4.5"),
+    "zero steps": (spoiled(total_steps=0), "must have steps and hyperparameters, got 0 steps"),
+    "fewer than no steps": (spoiled(total_steps=-3), "total_steps must be at least 0, got -3"),
+    "text for steps": (spoiled(total_steps="10"), "total_steps must be a whole number, got '10'"),
+    "no total": ({key: value for key, value in PLAIN.items() if key != "total_steps"}, "an object with 'total_steps'"),
+    "no hyperparameters": (spoiled(hyperparameters={}), "0 hyperparameters"),
+    "a list of hyperparameters": (spoiled(hyperparameters=[1]), "hyperparameters must be an object, got a list of 1"),
+    "a hyperparameter that is a number": (spoiled(hyperparameters={"lr": 5}), "hyperparameters.lr must be an object"),
+    "text for a version": (spoiled(version="1"), "version must be a whole number, got '1'"),
+    "no version": ({key: value for key, value in PLAIN.items() if key != "version"}, "an object with .version."),
+    "text for complete": (spoiled(complete="yes"), "complete must be true or false, got 'yes'"),
+    "text for an outer step": (spoiled(outer_step="1/2"), "outer_step must be a number, got '1/2'"),
+    "a number for gradients": (spoiled(gradients=1), "gradients must be text, got 1"),
+    "another kind": (spoiled(kind="other"), "must be what `hdet export` writes"),
+    "no number of the optimizer's": (spoiled(places=["0/0/lr", "0/1/params"]), "has no 'params' in its groups that"),
+    "no list of the optimizer's": (spoiled(places=["0/0/lr", "0/1/betas"], centers=[[0.1, 0.1]] * 3), "has no 'betas'"),
+    "a third beta": (spoiled(places=["0/0/lr", "0/1/betas/7"], centers=[[0.1, 0.1]] * 3), "has no 'betas'"),
+    "one place for two": (
+        {**PLAIN, "hyperparameters": dict.fromkeys("ab", PLAIN["hyperparameters"]["learning_rate"])},
+        "one curve for each place, got several for 'lr' of group 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SCHEDULES)
+def test_a_bad_schedule_is_refused_when_it_is_given(name, tmp_path):
+    schedule, says = BAD_SCHEDULES[name]
+    (tmp_path / "schedule.json").write_text(json.dumps(schedule))
+    for given in (schedule, tmp_path / "schedule.json", str(tmp_path / "schedule.json")):
+        _, o = make()
+        before = [dict(group) for group in o.param_groups]
+        with pytest.raises((TypeError, ValueError), match=says) as raised:
+            hdet.ReplayLR(o, given)
+        assert str(raised.value).startswith("schedule ")
+        assert [dict(group) for group in o.param_groups] == before
+
+
+def test_what_hangs_together_is_replayed():
+    """From tuples and NumPy's numbers too, of versions that said less, or say more."""
+    import numpy as np
+
+    row = PLAIN["hyperparameters"]["learning_rate"]
+    centers = tuple(map(tuple, np.array(row["centers"])))
+    numpys = spoiled(centers=centers, steps=tuple(np.array(row["steps"])))
+    for schedule in (PLAIN, numpys, spoiled(mood={"deep": [{}]})):
+        _, o = make()
+        assert replayed(hdet.ReplayLR(o, schedule), o, 1)[0] == [[0.1, 0.2]]
+    _, o = make()
+    rates, _ = replayed(hdet.ReplayLR(o, {key: PLAIN[key] for key in PLAIN if key != "complete"}), o, 12)
+    assert rates[0] == [0.1, 0.2]
+    assert rates[9] == rates[11] == [0.0, 0.0]
+    with pytest.warns(UserWarning, match="begins at step 4, whose values are held before it"):
+        hdet.ReplayLR(make()[1], spoiled(steps=[4, 5, 9]))
+    with pytest.warns(UserWarning, match="cut off before step 10; its values of step 7"):
+        hdet.ReplayLR(make()[1], spoiled(steps=[0, 4, 7], complete=False))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "error", "says"),
+    [
+        ([PLAIN], TypeError, "schedule must be a file that `hdet export` wrote, or its content as a dict, got list"),
+        (None, TypeError, "got NoneType"),
+        (5, TypeError, "got int"),
+        (b"[" * 100_000, ValueError, "it is nested too deeply|it is no JSON"),
+        (b'{"kind": "hdet-schedule", "version": 1, "total_steps": 1e999}', TypeError, "whole number, got inf"),
+        (b"\xff\xfe", ValueError, "it is not UTF-8"),
+        (b"[1, 2]", ValueError, "must be what `hdet export` writes"),
+        (b"", ValueError, "it is no JSON"),
+    ],
+)
+def test_a_file_that_is_no_schedule_is_refused(schedule, error, says, tmp_path):
+    if isinstance(schedule, bytes):
+        (tmp_path / "schedule.json").write_bytes(schedule)
+        schedule = tmp_path / "schedule.json"
+    with pytest.raises(error, match=says):
+        hdet.ReplayLR(make()[1], schedule)
+
+
+def test_a_pipe_is_no_schedule(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="a named pipe, not a file"):
+        hdet.ReplayLR(make()[1], tmp_path / "pipe")
+    with pytest.raises(FileNotFoundError):
+        hdet.ReplayLR(make()[1], tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"which": True}, "which must be an int"),
+        ({"which": -1}, "which must be at least 0"),
+        ({"only": 5}, "only must be a list of names"),
+        ({"only": [1]}, "only must be a list of names"),
+        ({"total_steps": True}, "total_steps must be an int"),
+        ({"total_steps": 2.5}, "total_steps must be an int"),
+    ],
+)
+def test_bad_arguments_are_refused(options, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        hdet.ReplayLR(make()[1], PLAIN, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"last_epoch": "9"}, "last_epoch of state_dict must be an int"),
+        ({"last_epoch": -1}, "last_epoch of state_dict must be at least 0"),
+        ({"last_epoch": ...}, "last_epoch of state_dict must be an int"),
+        ({"base_lrs": [0.1]}, "base_lrs of state_dict must have a rate for each of the 2 parameter groups"),
+        ({"_last_lr": None}, "_last_lr of state_dict must have a rate for each"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(changes, says):
+    scheduler = hdet.ReplayLR(make()[1], PLAIN)
+    state = {key: value for key, value in {**scheduler.state_dict(), **changes}.items() if value is not ...}
+    with pytest.raises((TypeError, ValueError), match=says):
+        scheduler.load_state_dict(state)
+    with pytest.raises(TypeError, match="must be what ReplayLR"):
+        scheduler.load_state_dict([state])
+    scheduler.load_state_dict({**hdet.ReplayLR(make()[1], PLAIN).state_dict(), "_curves": None, "total_steps": 3})
+    assert scheduler.total_steps == 10
+    assert len(scheduler.values) == 2

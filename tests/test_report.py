@@ -1,5 +1,6 @@
 """The page in a real browser: what is drawn, what hover says, what a hostile run can do, what 20,000 rounds cost."""
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -19,7 +20,7 @@ from browser import Page, open_browser
 from made_up_runs import make_records, write_run
 
 import hdet
-from hdet.json_lines import to_line
+from hdet.json_lines import strict, to_line
 from hdet.lab.cli import main
 from hdet.report import pictures
 from hdet.report.page import page, run_data
@@ -167,6 +168,113 @@ def test_several_runs_on_one_page(browser, run_folder, tmp_path):
     assert seen.tab.inner_text("#name") == "second"
     check_quiet(seen)
     seen.close()
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory):
+    """Of the kind that `Auto` makes of a long run: a search before it, and rounds that gather nothing."""
+    folder = tmp_path_factory.mktemp("runs") / "long"
+    rates = [10 ** (k / 8 - 6) for k in range(41)]
+    curve = tuple((rate, 2.0 - 1.5 * math.exp(-(math.log10(rate / 0.02) ** 2))) for rate in rates)
+    fine = tuple(point for point in curve if point[0] > 1e-3)
+    search = hdet.SearchRecord(0.01, 1e-4, (0.02, 0.05), (0.01, 0.05), 0.5, 2.0, curve, fine, 170, 216.0, 15.0)
+    records = []
+    for record in write_run(folder, 60, 2):
+        rows = {
+            name: dataclasses.replace(row, values=(row.center,) * 2, error=None)
+            for name, row in record.hyperparameters.items()
+        }
+        loss = None if record.round % 5 == 3 else 2 * math.exp(-record.round / 20)
+        alone = {"scores": (math.nan,) * 2, "probe": None, "start": None, "loss": loss, "hyperparameters": rows}
+        alone |= {"search": search if record.round == 0 else None, "converge_seconds": 0.0, "probe_seconds": 0.0}
+        records.append(dataclasses.replace(record, **alone))
+    (folder / "rounds.jsonl").write_text("".join(to_line(record, 1e9, "elsewhere:1") for record in records))
+    return folder, records, search
+
+
+def test_a_long_run_with_a_search_is_shown_as_well_as_a_short_one(browser, long_run, capsys):
+    folder, records, search = long_run
+    url = report(folder, "--pictures")
+    seconds = sum(record.round_seconds for record in records)
+    assert f"search {15 / (15 + seconds):.1%}, converge 0.0%" in capsys.readouterr().out
+    for scheme in ("light", "dark"):
+        seen = Page(browser, url, scheme=scheme)
+        assert all(seen.drawn(chart) > 1000 for chart in ("search", "fan", "loss", "scale", "cost"))
+        for index in (0, 17, 59):
+            told = seen.hover("loss", index)
+            assert number(told["step"]) == records[index].step
+            assert number(told["first replica"]) == close_to(records[index].loss)
+        told = seen.hover("search", 20)
+        assert number(told["first ramp"]) == close_to(search.coarse[20][1])
+        assert number(told["learning rate"]) == close_to(search.coarse[20][0])
+        rates, *columns = seen.ask("charts.search.plot.data")
+        answer = rates.index(0.01)
+        assert columns[2][answer] == close_to(min(search.fine, key=lambda p: abs(math.log(p[0] / 0.01)))[1])
+        green = """(() => { const u = charts.search.plot, one = new OffscreenCanvas(1, 1).getContext("2d");
+            one.drawImage(u.ctx.canvas, -Math.round(u.valToPos(0.035, "x", true)), -Math.round(u.bbox.top + 3));
+            return [...one.getImageData(0, 0, 1, 1).data]; })()"""
+        red, shade, blue, _ = seen.ask(green)
+        assert shade > red  # where losses were low
+        assert shade > blue
+        assert "as much as steps of training\t216" in seen.tab.inner_text("#found")
+        assert "that is narrow, as the ramp was too fast" in seen.tab.inner_text("#search-text")
+        assert seen.tab.inner_text("#cost-text") == "Before the first step: the search, 15 seconds."
+        assert not seen.tab.is_visible("#line-figure")  # no replica was compared with another
+        assert seen.tab.inner_text("#rounds tr:last-child td:nth-child(3)") == f"{records[-1].loss:.4g}"
+        seen.tab.click("#rounds tr:nth-child(3)")
+        check_quiet(seen)
+        seen.close()
+    assert (folder / "pictures" / "search.png").stat().st_size > 5000
+    assert (folder / "pictures" / "losses.png").stat().st_size > 5000
+
+
+def test_the_search_and_its_run_beside_one_without(browser, long_run, run_folder, tmp_path):
+    """What a search took counts in the table too; and the page of a run has no place for what it did not do."""
+    (folder, records, _), (other, _) = long_run, run_folder
+    assert main(["report", str(folder), str(other), "--output", str(tmp_path / "both.html")]) == 0
+    seen = Page(browser, f"file://{tmp_path}/both.html")
+    spent = 100 * 15 / (15 + sum(record.round_seconds for record in records))
+    assert f"{spent:.4g} %" in seen.tab.inner_text("#runs tr:nth-child(2)")
+    assert f"{records[-1].loss:.4g}" in seen.tab.inner_text("#runs tr:nth-child(2)")
+    assert seen.tab.is_visible("#searched")
+    seen.tab.select_option("#run", index=1)
+    assert not seen.tab.is_visible("#searched")
+    assert seen.tab.is_visible("#line-figure")
+    assert seen.drawn("line") > 1000
+    seen.tab.select_option("#run", index=0)
+    assert seen.drawn("search") > 1000
+    check_quiet(seen)
+    seen.close()
+
+
+def test_a_folder_of_find_lr_has_a_page(browser, long_run, tmp_path):
+    _, _, search = long_run
+    told = {**strict(search), "task": "digits", "size": "smoke", "total_steps": 80, "doubts": ["<b>noise</b>"]}
+    (tmp_path / "find_lr.json").write_text(json.dumps(told))
+    (tmp_path / "options.json").write_text(json.dumps({"options": {"controller": "none"}}))
+    seen = Page(browser, report(tmp_path, "--pictures"))
+    assert seen.drawn("search") > 1000
+    assert seen.tab.inner_text("#state") == "ended"
+    assert "hdet train digits --size smoke --steps 80 --peak-lr 0.01" in seen.tab.inner_text("#summary")
+    assert "<b>noise</b>" in seen.tab.inner_text("#found")
+    assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["search.png"]
+    check_quiet(seen)
+    seen.close()
+
+
+def test_one_round_and_losses_of_some_rounds_only(browser, long_run, tmp_path):
+    _, records, _ = long_run
+    compared = list(make_records(60, 2))
+    trained = [dataclasses.replace(record, probe=None, start=None) for record in compared[:30]]
+    for name, some in {"one": records[:1], "mixed": [*trained, *records[30:]]}.items():
+        (tmp_path / name).mkdir()
+        lines = [to_line(record, 1e9, "elsewhere:1") for record in some]
+        (tmp_path / name / "rounds.jsonl").write_text("".join(lines))
+        seen = Page(browser, report(tmp_path / name))
+        told = seen.hover("loss", len(some) - 1)
+        assert number(told["first replica" if name == "one" else "first replica alone"]) == close_to(some[-1].loss)
+        check_quiet(seen)
+        seen.close()
 
 
 HOSTILE = [

@@ -1,6 +1,11 @@
 """The sentences about a run, on rounds whose answers are known."""
 
+import json
+
+import pytest
+
 from hdet.report.columns import columns
+from hdet.report.page import run_data
 from hdet.report.run import Run, Status
 from hdet.report.summary import summary
 
@@ -97,3 +102,86 @@ def test_a_search_that_another_program_wrote_is_left_out(tmp_path):
         run = Run(tmp_path)
         run.refresh()
         assert run.search is None
+
+
+SEARCH = {
+    "rate": 0.02, "start": 1e-4, "interval": [0.03, 0.3], "whole": [0.02, 0.3], "factor": 0.25, "first_loss": 2.0,
+    "coarse": [[1e-4, 2.0], [1e-2, 1.0], [1.0, None]], "fine": [[1e-3, 1.9], [0.1, 0.5]], "steps": 170, "cost": 216.0,
+    "seconds": 10.0, "doubts": [],
+}  # fmt: skip
+
+
+def test_what_the_search_took_is_a_cost():
+    """Whether the lab has measured it or the first record tells of it."""
+    said = "32.0% of 50.0 s: search 20.0%, converge 4.0%, probe 8.0%. The rest is training."
+    assert told(ANNEALED, search={"rate": 0.02, "seconds": 10.0})["Cost"]["text"] == said
+    within = [{**ANNEALED[0], "search": SEARCH}, *ANNEALED[1:]]
+    assert told(within)["Cost"]["text"] == said
+    assert told(within)["Found"]["text"] == (
+        "learning rate 0.02, before the first step, from 0.0001. It took 10.0 s, as much as 216 steps."
+    )
+
+
+def test_doubts_about_an_answer_are_told():
+    doubtful = {**SEARCH, "doubts": ["the loss fell by 1.3 % only", "scores scatter"]}
+    card = told([{**ANNEALED[0], "search": doubtful}])["Found"]
+    assert card["tone"] == "bad"
+    assert card["text"].endswith("Not sure: the loss fell by 1.3 % only; scores scatter.")
+    assert "tone" not in told([{**ANNEALED[0], "search": SEARCH}])["Found"]
+
+
+def test_a_run_in_which_nothing_was_gathered_has_losses_all_the_same():
+    def alone(step, loss):
+        quiet = line(step, 1.0, 1.0, None, scores=[None, None], loss=loss)
+        quiet["hyperparameters"]["learning_rate"]["values"] = [1.0, 1.0]
+        return quiet
+
+    lines = [alone(5, 2.5), alone(10, None), alone(15, 0.5)]  # not every round waits for a device
+    assert columns(lines)["own"] == [2.5, None, 0.5]
+    assert told(lines)["Health"]["text"].endswith("Loss of the first replica 2.5 at the start, 0.5 at the end.")
+
+
+def searched_folder(folder, search, controller):
+    (folder / "options.json").write_text(json.dumps({"options": {"controller": controller}}))
+    (folder / "find_lr.json").write_text(json.dumps(search))
+    run = Run(folder)
+    run.refresh()
+    return run
+
+
+def test_the_folder_of_a_search_alone(tmp_path):
+    search = {**SEARCH, "scale": 200.0, "task": "digits; rm -rf /", "size": "smoke", "total_steps": 80}
+    run = searched_folder(tmp_path, search, "none")
+    data = run_data(run)
+    assert run.exists
+    assert data["state"] == "ended"
+    said = {part["title"]: part["text"] for part in data["summary"]}
+    assert list(said) == ["Found", "Where", "Next", "Health"]
+    assert said["Next"].startswith("hdet train 'digits; rm -rf /' --size smoke --steps 80 --peak-lr 0.02\n")
+    assert "OneCycleLR(optimizer, max_lr=0.02, ...), or 200 times the rates that there were" in said["Next"]
+    assert said["Where"] == (
+        "Losses were low from 0.03 to 0.3; that is narrow, as the ramp was too fast to see all of it, so it counts "
+        "from 0.02 on. The answer is 0.25 x the geometric middle of that, and so lies below what was seen to be low."
+    )
+    assert data["search"]["coarse"] == [[1e-4, 1e-2, 1.0], [2.0, 1.0, 3.0]]  # a loss beyond all is drawn at the top
+    assert run_data(searched_folder(tmp_path, search, "auto"))["state"] == "waiting"  # its run is about to begin
+
+
+@pytest.mark.parametrize(
+    "search",
+    [
+        {"a": 1}, {"rate": None}, {"rate": -1.0}, {"rate": "fast"}, {"rate": True}, {"rate": 1e308, "cost": 1e999},
+        {**SEARCH, "interval": [3], "whole": "x", "coarse": {"a": 1}, "fine": [[1], 2, [None, 1], [1, "y"], [-1, 1]]},
+        {**SEARCH, "seconds": "long", "cost": [], "first_loss": None, "doubts": "none", "start": 0, "task": 7},
+        {**SEARCH, "interval": [0.3, 0.03], "steps": float("inf"), "factor": -1, "doubts": [1, None, {}]},
+    ],
+)  # fmt: skip
+def test_a_search_of_any_kind_is_shown_as_far_as_it_can_be_told(tmp_path, search):
+    try:
+        data = run_data(searched_folder(tmp_path, search, "none"))
+    except FileNotFoundError as error:
+        assert "find_lr.json is left out: " in str(error)  # noqa: PT017
+    else:
+        json.dumps(data, allow_nan=False)
+        assert (data["search"] is None) == (search.get("rate") != 0.02)
+    told([{**ANNEALED[0], "search": search}])

@@ -1,5 +1,6 @@
 """The alarm against its plain definition, and on curves that do and do not diverge."""
 
+import itertools
 import json
 import math
 
@@ -29,6 +30,7 @@ def plain_verdicts(losses, steps, window=100, every=100):
     found, began, saved = [], 0, None
     start = best = None
     error, bends = 0.0, []
+    given, losses = losses, list(losses)  # as they came, and as they count
     for k, loss in enumerate(losses):
         since = (k - began + 1) * steps
         if not math.isfinite(loss):
@@ -40,6 +42,11 @@ def plain_verdicts(losses, steps, window=100, every=100):
             weights = [math.exp(-(last - i) * steps / window) for i in range(began, last + 1)]
             return np.average(losses[began : last + 1], weights=weights)
 
+        first = smooth(min(k - 1, began + math.ceil(window / 10 / steps) - 1)) if k and start is None else start
+        if first is not None:
+            room = abs(first) if start is None else max((start - best) / 4, 8 * error)
+            before = [smooth(k - 1) + room, given[k - 1]] if k > began else []
+            losses[k] = min(loss, max([first + room, *before]))
         level, verdict = smooth(k), "ok"
         if start is None:
             lowest = all(level <= smooth(i) for i in range(began, k))
@@ -110,6 +117,20 @@ def test_healthy_runs_raise_no_alarm(curve, steps, rounds):
             correlation = 0.5 * (seed % 2)
             found = verdicts(losses(curve, steps, rounds, noise, seed, correlation), steps)
             assert "alarm" not in found, (noise, seed, found.index("alarm"))
+
+
+@pytest.mark.parametrize("steps", [1, 5, 20, 35, 70, 100, 1000])
+@pytest.mark.parametrize("where", [[1], [3], [150], [100, 150], [150, 152]])
+def test_odd_rounds_raise_no_alarm(steps, where):
+    """Nor do they blunt the alarm: what stays bad is noticed as soon as without them, or a round later."""
+    for curve, noise, size in itertools.product(CURVES, (0.0, 0.1, 0.3), (1e4, 1e30)):
+        odd = losses(curve, steps, 300, noise, seed=1)
+        odd[where] = size
+        assert "alarm" not in verdicts(odd, steps), (curve, noise, size)
+    odd = losses("exponential", steps, 300, 0.1, seed=1)
+    odd[where] = 1e30
+    odd[250:] = 1e6
+    assert verdicts(odd, steps).index("alarm") <= 250 + max(3, 100 // steps)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
@@ -465,3 +486,42 @@ def test_every_controller_goes_back_and_forgets(name):
     fresh = CONTROLLERS[name].init(["learning_rate"])["learning_rate"]
     assert {**memory["learning_rate"], "scale": 1.0} == fresh, "the controller still remembers what led there"
     assert all(math.isfinite(x) for row in weights for x in torch.tensor(row).flatten().tolist())
+
+
+def with_odd_losses(controller, odd, everywhere):
+    """A run in which replica 1, or every replica, is given these losses at these steps; events, and the last scale."""
+    rank = hdet.find_replicas().rank
+    torch.manual_seed(0)
+    model = hdet.data_parallel(nn.Linear(3, 1))
+    o = optim.SGD(model.parameters(), lr=1e-2)
+    events, scales = [], []
+    ensemble = hdet.Ensemble(
+        o, [hdet.learning_rate(o, spread=0.3)], total_steps=400, interval=5, model=model, controller=controller,
+        rollback=hdet.Rollback(),
+        on_round=[lambda r: (events.extend(r.events), scales.append(r.hyperparameters["learning_rate"].scale))],
+    )  # fmt: skip
+    for step in range(400):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        o.step()
+        o.zero_grad()
+        ensemble.step(odd.get(step, loss) if everywhere or rank == 1 else loss)
+    ensemble.close()
+    return [event for event in events if "rolled back" in event], scales[-1]
+
+
+ODD = [({200: 1e30}, False), ({200: 1e30, 230: 1e30}, True), ({3: 1e30}, False), ({200: 1e4, 203: 1e4}, False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "odd", "everywhere"),
+    [*(("fixed", *odd) for odd in ODD), ("softmax", *ODD[0]), ("slope", *ODD[0])],
+)
+def test_an_odd_loss_takes_nothing_back(name, odd, everywhere):
+    (events, scale), *others = hdet.in_process(lambda: with_odd_losses(CONTROLLERS[name], odd, everywhere), 4)
+    assert all(other == (events, scale) for other in others)
+    assert events == []
+    if name != "fixed":
+        _, usual = hdet.in_process(lambda: with_odd_losses(CONTROLLERS[name], {}, True), 4)[0]
+        assert scale == pytest.approx(usual, rel=0.25)

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from hdet.score import Score, as_loss, early_of
+from hdet import score as score_module
+from hdet.score import OwnLoss, Score, as_loss, early_of
 
 CPU = torch.device("cpu")
 
@@ -138,3 +139,45 @@ def test_nothing_of_the_loss_is_kept():
     del big, losses, loss
     gc.collect()
     assert alive() is None
+
+
+class OnDevice(Score):
+    """As if its losses were where reading them means to wait."""
+
+    @property
+    def device(self):
+        return torch.device("cuda")
+
+
+def scored(*losses):
+    score = Score()
+    for loss in losses:
+        score.add(loss)
+    return score
+
+
+def test_a_loss_of_ones_own_is_read_at_once_where_that_is_free():
+    own = OwnLoss()
+    assert own.read(Score(), 5) is None
+    for losses in ((1.0, 2.0), tuple(torch.tensor([3.0, 5.0]))):
+        score = scored(*losses)
+        assert own.read(score, 5) == sum(map(float, losses)) / 2
+        assert score.count == 2  # which is the judge's
+
+
+def test_and_now_and_then_where_it_means_to_wait(monkeypatch):
+    own, now = OwnLoss(), [0.0]
+    own._kept = OnDevice()
+    monkeypatch.setattr(score_module.time, "monotonic", lambda: now[0])
+    assert own.read(scored(torch.tensor(1.0)), 5) == 1.0
+    now[0] = 0.1
+    assert own.read(scored(torch.tensor(2.0)), 5) is None
+    assert own.read(scored(torch.tensor(3.0), torch.tensor(4.0)), 5) is None
+    now[0] = 0.3
+    assert own.read(scored(torch.tensor(7.0)), 5) == 4.0  # of the three rounds
+    assert own.steps == 15
+    assert own.read(scored(torch.tensor(8.0)), 5, now=True) == 8.0  # at the end of the run
+
+
+def test_nothing_is_read_that_has_no_value():
+    assert OwnLoss().read(scored(torch.zeros((), device="meta")), 1) is None

@@ -146,7 +146,7 @@ def compare(folder):
     assert "model.embed_tokens.weight" in saved
     logs = trainer.state.log_history
     check_same({row["step"]: row["eval_loss"] for row in logs if "eval_loss" in row}[SAVED], loss)
-    assert [row["step"] for row in logs if "hdet/learning_rate/center" in row] == [4, 8, STEPS]
+    assert [row["step"] for row in logs if "hdet/learning_rate/center" in row] == [6, 9, STEPS]  # as it logs itself
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(pathlib.Path(folder, f"checkpoint-{STEPS}"))  # as if it had been stopped
@@ -166,6 +166,62 @@ def load_the_best(folder):
     check_same({name: ended[name] for name in saved}, saved)
     assert len(list((best / "hdet").iterdir())) == 1
     return [p.sum().item() for p in trainer.model.parameters()]
+
+
+RHYTHMS = {  # logging arguments, the interval, and at which steps the numbers of which round are told
+    "the end of a round": ({"logging_steps": 10}, 5, [(10, 1), (20, 3), (30, 5), (40, 7)]),
+    "every second end": ({"logging_steps": 10}, 10, [(10, 0), (20, 1), (30, 2), (40, 3)]),
+    "a longer interval": ({"logging_steps": 10}, 20, [(20, 0), (40, 1)]),
+    "an interval that does not divide": ({"logging_steps": 10}, 7, [(10, 0), (20, 1), (30, 3), (40, 5)]),
+    "the first step": ({"logging_steps": 30, "logging_first_step": True}, 1, [(1, 0), (30, 29), (40, 39)]),
+    "epochs": ({"logging_strategy": "epoch"}, 4, [(20, 4), (40, 9)]),
+    "none": ({"logging_strategy": "no"}, 5, [(40, 7)]),
+    "evaluations": ({"logging_steps": 20, "eval_strategy": "steps", "eval_steps": 10}, 5, [(20, 3), (40, 7)]),
+    "batches": ({"logging_steps": 20, "gradient_accumulation_steps": 2, "num_train_epochs": 4}, 10, [(20, 1), (40, 3)]),
+}  # fmt: skip
+
+
+def log_as_without_hdet(folder):
+    """The Trainer's own entries are all there, and as many as without; ours lie beside them."""
+    for name, (arguments, interval, ours) in RHYTHMS.items():
+        (plain, returned, drawn), (told, returned_too, drawn_too) = (
+            logged(f"{folder}/{name}", arguments, None),
+            logged(f"{folder}/{name} with", arguments, interval),
+        )
+        stripped = [{key for key in row if not key.startswith("hdet/")} for row in told]
+        assert [(row["step"], set(row)) for row in plain] == [
+            (row["step"], keys) for row, keys in zip(told, stripped, strict=True)
+        ], name
+        assert [(row["step"], row["hdet/round"]) for row in told if "hdet/round" in row] == ours, name
+        assert returned == returned_too, name  # what train() returns is the Trainer's
+        assert drawn <= drawn_too, name
+        if dist.get_rank() == 0:
+            assert "train/hdet/learning_rate/center" in drawn_too, name
+
+
+def logged(folder, arguments, interval):
+    """The log of 40 steps, what `train()` returned, and the names of the scalars that TensorBoard has."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+    from transformers import Trainer, TrainingArguments
+    from transformers.integrations import TensorBoardCallback
+
+    from hdet.integrations.transformers import HDETCallback
+
+    samples = [make_sample(number) for number in range(SAMPLES * 2 * 20)]
+    args = TrainingArguments(
+        folder, per_device_train_batch_size=SAMPLES, use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True,
+        dataloader_pin_memory=False, save_strategy="no", **({"num_train_epochs": 2} | arguments),
+    )  # fmt: skip
+    board = [TensorBoardCallback(SummaryWriter(f"{folder}/board"))]
+    trainer = Trainer(
+        model=make_language_model(), args=args, train_dataset=samples, eval_dataset=samples[:4], callbacks=board
+    )
+    if interval:
+        HDETCallback(interval=interval).attach(trainer)
+    returned = trainer.train()
+    found = EventAccumulator(f"{folder}/board").Reload().Tags()["scalars"] if dist.get_rank() == 0 else []
+    return trainer.state.log_history, set(returned.metrics), set(found)
 
 
 def follow(folder):
@@ -204,6 +260,7 @@ def transformers(folder):
     as_under_torchrun()
     compare(f"{folder}/compared")
     equal = [load_the_best(f"{folder}/best"), follow(f"{folder}/guide")]
+    log_as_without_hdet(f"{folder}/logged")
     refuse(f"{folder}/refused")
     return equal, example("transformers_text.py", "--steps", "12", "--folder", f"{folder}/example")
 

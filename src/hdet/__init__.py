@@ -18,9 +18,10 @@ from hdet.one_cycle import OneCycleAutoLR
 from hdet.outer_step import Nesterov
 from hdet.probe.probe import Probe
 from hdet.progress import Progress, describe
-from hdet.range_test.find_lr import FindLRError, find_lr
+from hdet.range_test.find_lr import find_lr
 from hdet.range_test.found_rate import FoundRate
-from hdet.record import HyperparameterRecord, RoundRecord, metrics
+from hdet.range_test.no_rate import FindLRError
+from hdet.record import HyperparameterRecord, RoundRecord, SearchRecord, metrics
 from hdet.replicas import LostReplicaError, find_replicas
 from hdet.rollback.rollback import Rollback
 from hdet.warm_init import warm_init
@@ -60,6 +61,7 @@ __all__ = [
     "Rollback",
     "RoundRecord",
     "Scalar",
+    "SearchRecord",
     "Slope",
     "Softmax",
     "attribute",

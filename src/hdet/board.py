@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.5  # seconds between two looks at the store: a twentieth of those waited so far
+_ABSENT = "?"  # no note is that
+_READING = 5.0  # seconds that whoever serves the store stays for the others to read why everybody leaves
 
 
 class MissingError(RuntimeError):
@@ -35,31 +38,64 @@ class Board:
     Args:
         group: the replicas.
         timeout: seconds to wait for one of them; by default the group's.
+
+    Attributes:
+        settled: which call of `settle` was the last one.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float | None = None) -> None:
         self._store = distributed_c10d._get_process_group_store(group)
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._serves = dist.get_rank() == 0  # the store, perhaps
         self.timeout = group_timeout(group) if timeout is None else timeout
-        self._number: int | None = None  # of those that notes are left on
-        self._left: set[str] = set()
+        self._life: int | None = None  # how many boards this rank has made in this store, with this one
+        self._met = 0
+        self._left: dict[str, set[int]] = {}  # who has left a note of a name: nobody takes one down
+        self.settled = 0
 
-    def settle(self, mine: str, decide: Callable[[list[str]], str]) -> str:
+    @property
+    def rank(self) -> int:
+        """Which replica this is."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self._size
+
+    def settle(self, mine: str, decide: Callable[[list[str]], str], look: Callable[[], None] = lambda: None) -> str:
         """Show `mine` to the first replica, which decides from everybody's; its decision, on every replica.
+
+        Args:
+            mine: what this replica shows.
+            decide: what the first replica makes of everybody's.
+            look: called now and then while this replica waits; may raise.
 
         Raises:
             MissingError: on every replica that came, if some do not.
         """
         number = self._store.add(f"hdet/settled/{self._rank}", 1)
+        self.settled = number
+        try:
+            return self._settle(number, mine, decide, look)
+        except MissingError:
+            raise
+        except RuntimeError:  # what `look` has raised: this meeting has not been
+            with suppress(RuntimeError):
+                self._store.delete_key(f"hdet/settle/{number}/{self._rank}")
+                self._store.add(f"hdet/settled/{self._rank}", -1)
+            raise
+
+    def _settle(self, number: int, mine: str, decide: Callable[[list[str]], str], look: Callable[[], None]) -> str:
         shown = [f"hdet/settle/{number}/{rank}" for rank in range(self._size)]
         decided, last = (f"hdet/settle/{n}/decided" for n in (number, number - 1))
         self._store.set(shown[self._rank], mine)
         if self._rank > 0:
-            missing = self._await([decided], self.timeout + 1.0)  # the first replica waits as long, and says who lacks
-            answer = "" if missing else self._store.get(decided).decode()
+            missing = self._await([decided], self.timeout + 1.0, look)  # the first one waits as long, then names them
+            answer = "" if missing else self._peek(decided) or ""
         else:
-            absent = self._await(shown, self.timeout)
-            answer = decide([self._store.get(key).decode() for key in shown]) if not absent else f"-{absent}"
+            everybodys, absent = self._collect(shown, look)
+            answer = f"-{absent}" if absent else decide(everybodys)
             self._store.set(decided, answer)
             for key in () if absent else (*shown, last):  # all have come here, so all have read the last decision
                 self._store.delete_key(key)
@@ -69,30 +105,88 @@ class Board:
             raise MissingError(json.loads(answer[1:]), self.timeout)
         return answer
 
+    def leave(self, name: str, readers: int, seconds: float = _READING) -> None:
+        """Say that this replica has read `name`; if its process may serve the store, stay until all `readers` have.
+
+        They must not find the store gone instead. It waits for some seconds only: they may be dead.
+        """
+        with suppress(RuntimeError):
+            read = self._store.add(self._key(f"read/{name}"), 1)
+            began = time.monotonic()
+            while self._serves and read < readers and time.monotonic() - began < seconds:
+                time.sleep(0.02)
+                read = self._store.add(self._key(f"read/{name}"), 0)
+
+    def meet(self, look: Callable[[], None]) -> bool:
+        """Wait until all replicas are here; False if some are not within the timeout."""
+        self._met += 1
+        key = self._key(f"met/{self._met}")
+        here, began = self._store.add(key, 1), time.monotonic()
+        while here < self._size and time.monotonic() - began < self.timeout:
+            time.sleep(_pause(time.monotonic() - began))
+            here = self._store.add(key, 0)
+            look()
+        if here == self._size and self._rank == 0 and self._met > 1:
+            self._store.delete_key(self._key(f"met/{self._met - 1}"))
+        return here == self._size
+
     def write(self, name: str, value: str) -> None:
-        """Leave a note that all can read, in place of the last one of that name."""
-        key = self._key(f"{name}/{self._rank}")
-        self._store.set(key, value)
-        self._left.add(key)
+        """Leave this replica's note of that name, in place of its last one."""
+        self._store.set(self._key(f"{name}/{self._rank}"), value)
 
-    def read(self, name: str, wait: float = 0.0) -> list[str | None]:
-        """Everybody's note of that name, by replica; None where there is none after `wait` seconds."""
+    def read(self, name: str, rank: int) -> str | None:
+        """A replica's note of that name; None if there is none."""
+        return self.shared(f"{name}/{rank}")
+
+    def read_all(self, name: str) -> list[str | None]:
+        """Everybody's note of that name, by replica: two requests at most where everybody has left one."""
         keys = [self._key(f"{name}/{rank}") for rank in range(self._size)]
-        absent = set(self._await(keys, wait))
-        return [None if rank in absent else self._store.get(key).decode() for rank, key in enumerate(keys)]
+        left = self._left.setdefault(name, set())
+        unknown = [rank for rank in range(self._size) if rank not in left]
+        if unknown and self._store.check([keys[rank] for rank in unknown]):
+            left.update(unknown)
+        found = {rank: self._peek(keys[rank]) for rank in range(self._size) if rank not in left}
+        there = sorted(left)
+        left.update(rank for rank, note in found.items() if note is not None)
+        values = self._store.multi_get([keys[rank] for rank in there]) if there else []
+        found |= {rank: value.decode() for rank, value in zip(there, values, strict=True)}
+        return [found[rank] for rank in range(self._size)]
 
-    def close(self) -> None:
-        """Take down what this replica has left."""
-        for key in self._left:
-            self._store.delete_key(key)
-        self._left.clear()
+    def shared(self, name: str) -> str | None:
+        """A note that is nobody's own; None if there is none."""
+        return self._peek(self._key(name))
+
+    def share(self, name: str, value: str) -> None:
+        """Leave a note that is nobody's own."""
+        self._store.set(self._key(name), value)
+
+    def replace(self, name: str, before: str | None, value: str) -> str:
+        """Leave a note that is nobody's own, if it is still what it was `before`; what it is now."""
+        return str(self._store.compare_set(self._key(name), before or "", value).decode())
+
+    def _peek(self, key: str) -> str | None:
+        """What is there; None if nothing is. One request: `get` would wait for a key that another removes before it."""
+        value = str(self._store.compare_set(key, _ABSENT, _ABSENT).decode())
+        return None if value == _ABSENT else value
 
     def _key(self, name: str) -> str:
-        if self._number is None:
-            self._number = self._store.add(f"hdet/boards/{self._rank}", 1)
-        return f"hdet/{self._number}/{name}"
+        if self._life is None:
+            self._life = self._store.add(f"hdet/boards/{self._rank}", 1)
+        return f"hdet/{self._life}/{name}"
 
-    def _await(self, keys: Sequence[str], seconds: float) -> list[int]:
+    def _collect(self, keys: Sequence[str], look: Callable[[], None]) -> tuple[list[str], list[int]]:
+        """What is shown under these keys, once all are there, and the indices of those that do not come.
+
+        Whoever learns meanwhile that somebody is lost takes down its own again.
+        """
+        began = time.monotonic()
+        while True:
+            absent = self._await(keys, self.timeout - (time.monotonic() - began), look)
+            found = [] if absent else [value for value in map(self._peek, keys) if value is not None]
+            if absent or len(found) == len(keys):
+                return found, absent
+
+    def _await(self, keys: Sequence[str], seconds: float, look: Callable[[], None]) -> list[int]:
         """The indices of the keys that are not there after so many seconds."""
         began = time.monotonic()
         while True:
@@ -101,7 +195,13 @@ class Board:
             waited = time.monotonic() - began
             if waited >= seconds:
                 return [index for index, key in enumerate(keys) if not self._store.check([key])]
-            time.sleep(min(max(waited / 20, _FIRST_PAUSE), _LONGEST_PAUSE, seconds - waited))
+            look()
+            time.sleep(min(_pause(waited), seconds - waited))
+
+
+def _pause(waited: float) -> float:
+    """Seconds until the next look at the store."""
+    return min(max(waited / 20, _FIRST_PAUSE), _LONGEST_PAUSE)
 
 
 def group_timeout(group: dist.ProcessGroup) -> float:
@@ -126,6 +226,15 @@ def who(ranks: Sequence[int], noun: str = "replica") -> str:
     shown = [str(rank) for rank in (ranks if len(ranks) <= 8 else ranks[:7])]
     last = shown.pop() if len(ranks) <= 8 else f"{len(ranks) - 7} more"
     return f"{noun}s {', '.join(shown)} and {last}"
+
+
+def same_calls(noun: str = "replica") -> str:
+    """What to do where replicas, or ranks, have come to different calls.
+
+    >>> same_calls("rank")
+    'every rank must make the same calls in the same order'
+    """
+    return f"every {noun} must make the same calls in the same order"
 
 
 def counted(number: int, noun: str) -> str:

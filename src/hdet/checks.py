@@ -19,7 +19,7 @@ from hdet.hyperparameters.in_forward import InForward
 from hdet.hyperparameters.in_groups import InGroups
 from hdet.local_gradients import Gradients
 from hdet.probe.probe import Probe
-from hdet.replicas import Where
+from hdet.replicas import Where, find_replicas
 from hdet.rollback.rollback import Rollback
 from hdet.shards import is_a, is_sharded
 
@@ -266,6 +266,18 @@ def check_model(model: object, optimizers: Sequence[Optimizer]) -> None:
         raise ValueError(
             f"model must be the one that the optimizer trains, got a {type(model).__name__} that shares no "
             "parameter with it; pass the module whose parameters() went into the optimizer"
+        )
+
+
+def check_wrapper(model: nn.Module | None, where: Where | None) -> None:
+    """Raise for a wrapper that does not know the replicas of one process: each would keep its gradients to itself."""
+    replicas = find_replicas(where)
+    if replicas.wrapping_broadcasts or replicas.size == 1 or model is None:
+        return
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "DistributedDataParallel does not share gradients among the replicas of hdet.in_process; write "
+            "hdet.data_parallel(model), which does, there and under torchrun"
         )
 
 

@@ -18,6 +18,7 @@ from hdet.replicas import LostReplicaError, Replicas, Travelling, collective_dev
 from hdet.shards import part
 
 BUCKET_BYTES = 16 * 2**20
+_PACKED = {getattr(torch, "float4_e2m1fn_x2", None)}  # two numbers in each element, which torch only moves about
 _Travelling = tuple[list[Tensor], list[Tensor], "Travelling | None"]
 
 
@@ -210,7 +211,17 @@ def _arithmetic(dtype: torch.dtype) -> torch.dtype:
 
 def _averageable(tensors: Iterable[Tensor]) -> list[Tensor]:
     once = [part(t) for t in {id(t): t for t in tensors}.values()]
-    return [elements(t) for t in once if t.numel() and (t.is_floating_point() or t.is_complex())]
+    return [elements(t) for t in once if has_numbers(t)]
+
+
+def has_numbers(tensor: Tensor) -> bool:
+    """Whether it has elements that can be averaged, and can be not finite."""
+    return tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype not in _PACKED
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """`tensor`, in single precision where torch cannot add or compare its elements: with 8 bits and less."""
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
 def elements(tensor: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from hdet import no_effect
 from hdet.agreement.agreement import settle
 from hdet.agreement.fingerprint import Claims
-from hdet.controllers import Report, Steering
+from hdet.agreement.round_end import Call
+from hdet.controllers import Report, Steering, words_not_learning
+from hdet.descent import Descent, words
 from hdet.guard.health import Health
 from hdet.joining import Joining
 from hdet.judge import Judge, Judged
@@ -22,10 +25,11 @@ from hdet.meeting import Meeting
 from hdet.outer_step import OuterStep
 from hdet.range_test.found_rate import FoundRate
 from hdet.record import OnRound, RoundRecord
-from hdet.recording import Recorder
-from hdet.rollback.recovery import Recovery
+from hdet.recording import Recorder, search_record
+from hdet.rollback.recovery import Recovery, in_words
 from hdet.rollback.rollback import Verdict
 from hdet.rounds import Rounds
+from hdet.score import OwnLoss, typical
 from hdet.settings import Settings
 from hdet.tail import Tail
 from hdet.tensors import Tensors
@@ -33,6 +37,7 @@ from hdet.values import Values
 from hdet.warm_init import take_noise
 
 _MOST_UNSEEN = 100
+_FORGOTTEN = 1000  # optimizer steps, before the first call of `Ensemble.step()`
 
 
 class Engine:
@@ -50,6 +55,7 @@ class Engine:
         closed: whether the ensemble is closed.
         found: what a search before the first step has found.
         resumed: whether the run goes on from a saved state.
+        at_end: called when the run is over.
     """
 
     def __init__(
@@ -74,6 +80,7 @@ class Engine:
         self.judge = Judge(given.probe, given.model)
         self.outer = OuterStep(given.outer_step)
         self.tail = Tail(given.tail_average, given.total_steps)
+        self.descent = Descent(given.total_steps)
         self.recovery = Recovery(given.rollback, self.tensors, self.rounds)
         self.health = Health(given, self.tensors, self.rounds)
         self.joining = Joining()
@@ -81,9 +88,11 @@ class Engine:
         self.meeting = Meeting(given, self.tensors, self.rounds, self.judge, self.health, self.joining, self.switch)
         self.opened = self.in_consensus = self.closed = self.resumed = False
         self.found: FoundRate | None = None
+        self.at_end: Callable[[], None] | None = None
         self._on_round = tuple(on_round)
-        self._finishing = False
+        self._finishing = self._counted = self._warned_uncounted = False
         self._unseen = 0
+        self._own_loss = OwnLoss()
         self._clock = time.perf_counter()
         self._agreed = self.rounds.replicas.ranks.size > 1
         self.switch.start()
@@ -140,15 +149,17 @@ class Engine:
             if self.rounds.replicas.size == 2:
                 names = [h.name for h in given.explored]
                 no_effect.warn_of_two_replicas(given.controller, given.plan, names, given.rates)
-            self._begin_round()
+            self._begin_round(first=True)
             self.tail.reserve(self.tensors.stepped())
         if self.rounds.at.step == 0:
             self.note_noise()
 
     def count(self) -> bool:
         """Count the optimizer steps that were taken; whether the round ends with them."""
-        self._unseen = 0
+        self._unseen, self._counted = 0, True
         ends = self.rounds.count(max(self.fan_out.count(), 1))
+        if self.rounds.at.step == 1:
+            self.judge.score.mark_first()
         if 0 < self.recovery.early <= self.rounds.at.step_in_round:
             self.judge.score.mark()
         return ends
@@ -180,12 +191,12 @@ class Engine:
                 self._open_round()
             self.end_round(full=True)
 
-    def end_now(self) -> None:
+    def end_now(self, call: Call) -> None:
         """End the round before it is full. Collective."""
         self.start()
         if self.fan_out.steps:
             self.count()
-        self.end_round(full=False)
+        self.end_round(full=False, call=call)
 
     def resume(self) -> None:
         """After the parts have been put to another step: go on from there."""
@@ -194,6 +205,7 @@ class Engine:
         self.fan_out.count()
         self.opened = self.rounds.at.step_in_round > 0
         self.recorder.forget()
+        self.health.note_load()
         self.fan_out.ready = False
         if self.rounds.at.finished:
             self.switch.restore()
@@ -211,7 +223,7 @@ class Engine:
         self._finishing = True
         try:
             if not self.equal:
-                self.end_now()
+                self.end_now("ensemble.finish()")
             elif self.rounds.at.step and not self.rounds.over:  # else the last record is being made
                 records = self._settle_tail([self._unjudged()])
         finally:
@@ -221,7 +233,12 @@ class Engine:
         self.rounds.finish()
         self.switch.restore()
         self.write_values()
+        self._tell_end()
         self._emit(records)
+
+    def restart_clock(self) -> None:
+        """The round begins now: what was done before is no part of it."""
+        self._clock = time.perf_counter()
 
     def close(self) -> None:
         """Steps are plain from now on. Not collective."""
@@ -231,8 +248,13 @@ class Engine:
         self.health.gradients.close()
         self.switch.restore()
         self.rounds.close()
+        self._tell_end()
 
-    def end_round(self, full: bool) -> None:
+    def _tell_end(self) -> None:
+        if self.at_end is not None:
+            self.at_end()
+
+    def end_round(self, full: bool, call: Call = "the end of a round") -> None:
         """Compare, average, steer and deal the next round. Collective."""
         records: list[RoundRecord] = []
         verdict: Verdict = "ok"
@@ -241,13 +263,15 @@ class Engine:
         if not self.opened and self.fan_out.steps == 0 and self.rounds.at.step_in_round:
             self._open_round()  # every step of the round was skipped here, but not on other replicas
         if self.rounds.diverges or (self.recovery.active and not self.rounds.at.finished):
-            record, verdict = self._converge(full)
+            record, verdict = self._converge(full, call)
             records.append(record)
         elif not self.rounds.at.finished:
             said = self.health.tell_skipped()
             if self._on_round:
                 record = self._unjudged()
                 records.append(replace(record, full=full, events=(*record.events, *said)))
+            elif self._follow_alone() is not None:
+                self._tell_not_learning(words(self.descent.trend(self.rounds.at.step, self.rounds.over)), False)
         if self.rounds.over:
             self.outer.forget()
         self.outer.take()
@@ -270,29 +294,34 @@ class Engine:
 
     # What a round's end is made of
 
-    def _converge(self, full: bool) -> tuple[RoundRecord, Verdict]:
+    def _converge(self, full: bool, call: Call) -> tuple[RoundRecord, Verdict]:
         """Compare, average and steer; or go back."""
         began = time.perf_counter()
         tensors = self.meeting.to_average()
-        judged, census = self.meeting.agree(tensors, full)
+        judged, census = self.meeting.agree(tensors, full, call)
         if self.joining.ended:  # go along with the others
             full = census.full
             self.rounds.catch_up(census.step)
         losses = census.losses(judged, self.health.guarded)
-        verdict = self.recovery.watch(losses, judged.early, self.health.last_checkpoint)
+        lost = self.health.lost(census) if census.lost else ""
+        verdict = self.recovery.watch(losses, judged.early, self.health.last_checkpoint, lost)
+        if losses:
+            self.descent.update(typical(losses), self.rounds.at.step_in_round, judged.first)
         if verdict == "alarm":
-            record = self._roll_back(full, judged, began)
+            self.descent.go_back()
+            record = self._roll_back(full, judged, began, lost or in_words(census.scores))
         else:
             self.meeting.average(tensors, judged, census)
             record = self._control(full, judged, time.perf_counter() - began - self.judge.seconds_at_end)
         if census.ended and census.healthy:  # their schedules stand still: steer by those who go on
             self.steering.numbers = self.meeting.follow(self.steering.numbers, census.healthy[0])
         self.joining.open = self.joining.open and not census.all_ended
-        return replace(record, events=(*record.events, *census.events(self.rounds.at.step))), verdict
+        spoiled = self.health.tell_spoiled(census, went_back=verdict == "alarm")
+        return replace(record, events=(*record.events, *spoiled, *census.events(self.rounds.at.step))), verdict
 
-    def _roll_back(self, full: bool, judged: Judged, began: float) -> RoundRecord:
+    def _roll_back(self, full: bool, judged: Judged, began: float, why: str) -> RoundRecord:
         """Put the best consensus back and go on from there with lower learning rates."""
-        said = self.recovery.put_back(judged.scores)
+        said = self.recovery.put_back(why)
         self.outer.reset()
         self.tail.reset()
         record = self._control(False, judged, time.perf_counter() - began - self.judge.seconds_at_end)
@@ -313,6 +342,15 @@ class Engine:
             seconds += time.perf_counter() - began
             said = self.steering.said
         rows = self.recorder.rows(seen, trained, proposed, self.steering)
+        last = self.rounds.over or self._finishing
+        trend = self.descent.trend(at.step, last)
+        problem = words(trend)
+        said += self._tell_not_learning(problem, last)
+        if problem:
+            rows = {
+                name: replace(row, finding=words_not_learning(name, trained[name])) if row.finding else row
+                for name, row in rows.items()
+            }
         return RoundRecord(
             round=at.round,
             step=at.step,
@@ -327,16 +365,38 @@ class Engine:
             events=(*self._events(), *said),
             steps=at.step_in_round,
             total_steps=self.settings.total_steps,
-            last=self.rounds.over or self._finishing,
+            last=last,
             outer_step=self.outer.amount,
             outer_momentum=self.outer.momentum,
             gradients="local" if self.settings.local else "shared",
+            **trend._asdict(),
+            search=None if at.round or self.found is None else search_record(self.found),
             replica=self.rounds.replicas.ranks.rank,
         )
 
+    def _tell_not_learning(self, problem: str, last: bool) -> tuple[str, ...]:
+        """The event of losses that have not fallen, if so: when it is seen, with a warning, and when the run ends."""
+        if not problem or self.descent.said:
+            return (problem,) if problem and last else ()
+        self.descent.said = True
+        warnings.warn(problem, stacklevel=7)
+        return (problem,)
+
     def _unjudged(self) -> RoundRecord:
         """The record of a round in which nothing was gathered: where the schedule was, and what a controller picked."""
-        return self._control(False, Judged((math.nan,) * self.rounds.replicas.size, None, None), 0.0)
+        loss = self._follow_alone()
+        record = self._control(False, Judged((math.nan,) * self.rounds.replicas.size, None, None), 0.0)
+        return replace(record, loss=loss)
+
+    def _follow_alone(self) -> float | None:
+        """This replica's own loss, where nothing is gathered: what is told of the run's losses goes by it."""
+        score, at = self.judge.score, self.rounds.at
+        ends = self.rounds.over or self._finishing
+        loss = self._own_loss.read(score, at.step_in_round, now=ends, seldom=not self._on_round)
+        if loss is not None:
+            first = score.read_first() if at.step <= self._own_loss.steps else None
+            self.descent.update(loss, self._own_loss.steps, first)
+        return loss
 
     def _events(self) -> tuple[str, ...]:
         """What to tell beside the numbers: in the first round, what the controller has picked and why."""
@@ -366,6 +426,9 @@ class Engine:
     def _before_step(self) -> None:
         if self.in_consensus:
             raise RuntimeError("optimizer.step() inside consensus() would train the average; leave it first")
+        if self.fan_out.ready:
+            self._note_uncounted()
+            return
         self.start()
         if self.rounds.at.step == 0 and self.settings.plan.finds and self.found is None:
             no_effect.warn_not_prepared()
@@ -374,10 +437,27 @@ class Engine:
         self.switch.note(self.tensors.trained())
         self.fan_out.ready = True
 
-    def _begin_round(self) -> None:
+    def _note_uncounted(self) -> None:
+        """Optimizer steps are taken, but nobody calls `Ensemble.step()`: on all replicas alike, as each one counts."""
+        needed = self.settings.diverges or self.outer.active or self.tail.active or self.recovery.active
+        steps = self.fan_out.steps_of_all
+        if steps < self.fan_out.patience or not needed or self.rounds.at.finished:
+            return
+        problem = (
+            f"{steps} optimizer steps were taken without a call of ensemble.step(), so no round ends and the replicas "
+            "are not averaged; call ensemble.step(loss) after each optimizer.step() (with OneCycleAutoLR, "
+            "scheduler.step(loss)), or ensemble.finish() where plain training is to go on"
+        )
+        if not self._counted and steps >= _FORGOTTEN:
+            raise RuntimeError(problem)
+        if not self._warned_uncounted:
+            self._warned_uncounted = True
+            warnings.warn(problem, stacklevel=7)
+
+    def _begin_round(self, first: bool = False) -> None:
         self.write_values()
         self.tensors.begin_round()
-        self.health.begin_round()
+        self.health.begin_round(first)
         self.fan_out.ready = self.opened
 
     def _open_round(self) -> None:

@@ -8,6 +8,7 @@ ensemble.step(loss)   score the loss; at the end of a round converge, control an
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,8 +25,9 @@ from hdet.agreement.agreement import agreed, claim
 from hdet.assignment import Design
 from hdet.controllers import Controller, Limits
 from hdet.engine import Engine
-from hdet.hooks import Hooks, innermost
+from hdet.hooks import Hooks, WeakHook, innermost
 from hdet.hyperparameters.hyperparameter import Hyperparameter
+from hdet.in_words import one_line
 from hdet.joining import joined
 from hdet.judge import AnyProbe
 from hdet.local_gradients import Gradients
@@ -138,10 +140,15 @@ class Ensemble:
         checks.check_followers(also, on_round)
         checks.check_start_step(start_step)
         self._engine = Engine(self._settings, tuple(also), start_step, on_round)
+        self._end_calls: list[Callable[[Ensemble], None]] = []
+        self._engine.at_end = WeakHook(self._over)
         self._saving = self._warned_state_dict = False
         self._hooks = Hooks(self)
         if model is not None:  # in mid-round its state is not the average
             self._hooks.before_module_state_dict(innermost(model), self._before_state_dict)
+        if guard:
+            for module in (innermost(m) for m in (model, *also) if isinstance(m, nn.Module)):
+                self._hooks.after_module_load(module, self._after_load)
         claim(self._engine.claims(), undo=self.close)
 
     # The protocol
@@ -189,8 +196,9 @@ class Ensemble:
     def prepare(self, step_fn: Callable[[int], object], *, also: Sequence[Any] = ()) -> FoundRate | None:
         """Before the first step: let the controller do what it wants beforehand, such as find the learning rate.
 
-        `Auto` does in long runs: see `hdet.find_lr`, whose arguments these are. The rate that is found scales the
-        schedule of every explored learning rate; weights, optimizers and random numbers are as before. Collective.
+        `Auto` does in long runs and with one replica: see `hdet.find_lr`, whose arguments these are. The rate that is
+        found scales the schedule of every explored learning rate; weights, optimizers and random numbers are as before.
+        The record of the first round tells of it (`RoundRecord.search`). Collective.
 
         Returns:
             What was found; None if the controller wants nothing of the kind, or if the run goes on from a saved state.
@@ -215,11 +223,12 @@ class Ensemble:
         if given.act:
             engine.steering.scale_by(found.scale / before, given.rates)
         engine.write_values()
+        engine.restart_clock()
         return found
 
     def converge(self) -> None:
         """Average the replicas now and begin a new round. Collective; the controller ignores the cut round."""
-        self._engine.end_now()
+        self._engine.end_now("ensemble.converge()")
 
     def finish(self) -> None:
         """End the run: average the replicas and stop the fan-out. Collective; later steps are plain.
@@ -241,7 +250,9 @@ class Ensemble:
         engine.start()
         tensors = [] if engine.equal else engine.tensors.weights()
         engine.health.mend()
-        counted = engine.meeting.agree(tensors, full=False)[1].averaged if tensors else None
+        counted = None
+        if tensors:
+            counted = engine.meeting.agree(tensors, full=False, call="ensemble.consensus()")[1].averaged
         kept = engine.tensors.buffers()
         engine.in_consensus, engine.fan_out.ready = True, False
         engine.tensors.reshard()
@@ -274,7 +285,7 @@ class Ensemble:
         engine.outer.check_join(local or engine.rounds.explores)
         if not local:  # in a round without fan-out a replica whose data have ended has other weights
             engine.tail.stop("as data may end at different steps")
-        replicas.arrive(f"step {engine.rounds.at.step}")
+        replicas.arrive(f"ensemble.join() (step {engine.rounds.at.step})", "ensemble.join()")
         with engine.joining.within(replicas):
             if local:
                 yield
@@ -291,7 +302,43 @@ class Ensemble:
         self._hooks.remove()
         self._engine.close()
 
+    def _at_end(self, call: Callable[[Ensemble], None]) -> None:
+        """For `hdet.save`: have `call(self)` called when the run is over: after `finish()`, or when this is closed."""
+        if call not in self._end_calls:
+            self._end_calls.append(call)
+
+    def _over(self) -> None:
+        while self._end_calls:
+            self._end_calls.pop()(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ensemble:
+        """A closed copy, as `copy.deepcopy` makes of a scheduler: optimizers are copied without their hooks."""
+        warnings.warn(
+            "a copy of an Ensemble is closed, as copied optimizers have no hooks: with it steps are plain. For a run "
+            "of its own make a new one, hdet.Ensemble(copied_optimizer, ...), and give it "
+            "load_state_dict(ensemble.state_dict())",
+            stacklevel=3,
+        )
+        engine, given = self._engine, self._settings
+        for shared in (self.replicas, self.replicas.ranks, given.where, given.probe):
+            memo[id(shared)] = shared  # there is one set of processes, and of data, whatever is copied
+        memo[id(engine._on_round)] = ()  # open files, and what else records are told to
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        copied._engine.closed = True
+        copied._end_calls = []
+        copied._engine.switch.restore()
+        return copied
+
     # What can be seen
+
+    def __repr__(self) -> str:
+        """One line: replica, step, what it trains with as center x multiplier, interval, controller."""
+        try:
+            return f"{type(self).__name__}({one_line(self._engine)})"
+        except Exception:  # shown in tracebacks too, of a constructor that has raised for example
+            return object.__repr__(self)
 
     @property
     def closed(self) -> bool:
@@ -430,3 +477,6 @@ class Ensemble:
                 "inside `with ensemble.consensus():`, or one per replica to resume in mid-round",
                 stacklevel=2,
             )
+
+    def _after_load(self, module: nn.Module, incompatible: Any) -> None:
+        self._engine.health.note_load()

@@ -18,6 +18,7 @@ from hdet.hyperparameters.in_groups import InGroups
 
 Base = float | Tensor
 StepArgs = tuple[tuple[Any, ...], dict[str, Any]]
+_PATIENCE = 36
 
 
 class _Watched:
@@ -68,10 +69,12 @@ class FanOut:
     Args:
         optimizers: whose steps are watched.
         hyperparameters: what is written.
-        prepare: called before the first step, and before every step while `ready` is False; held weakly.
+        prepare: called before the first step, before every step while `ready` is False, and before one that follows on
+            `patience` steps that were not counted, and again on twice as many; held weakly.
 
     Attributes:
         ready: steps may be taken without asking `prepare`.
+        patience: optimizer steps that may go by until somebody calls `count()`.
     """
 
     def __init__(
@@ -81,6 +84,8 @@ class FanOut:
         prepare: Callable[[], None],
     ) -> None:
         self.ready = False
+        self.patience: float = _PATIENCE
+        self._asks_at: float = self.patience
         self._away = False
         _check_alone(optimizers, hyperparameters)
         self._optimizers = tuple(optimizers)
@@ -112,11 +117,22 @@ class FanOut:
         """Optimizer steps taken since `count()`: with several optimizers, those of the one that took most."""
         return max(watched.steps for watched in self._watched.values())
 
+    @property
+    def steps_of_all(self) -> int:
+        """The same of the one that took fewest: a critic may take a hundred to one of the generator's."""
+        return min(watched.steps for watched in self._watched.values())
+
+    @property
+    def applied(self) -> bool:
+        """Whether groups hold values now: a step is under way, or has raised."""
+        return any(watched.written for watched in self._watched.values())
+
     def count(self) -> int:
         """The steps taken since this was last asked."""
         steps = self.steps
         for watched in self._watched.values():
             watched.steps = 0
+        self._asks_at = self.patience
         return steps
 
     def explores(self, optimizer: Optimizer, place: str) -> bool:
@@ -145,9 +161,10 @@ class FanOut:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArgs | None:
         if self._away:
             return None
-        if not self.ready:
-            self._prepare()
         watched = self._watched[id(optimizer)]
+        if not self.ready or watched.steps >= self._asks_at:
+            self._asks_at = max(self.patience, 2 * watched.steps)
+            self._prepare()
         if watched.depth and not _steps_nest(optimizer):
             watched.restore()  # the last step raised
         watched.depth += 1

@@ -60,6 +60,10 @@ class Hooks:
         """Call `call` before each `module.state_dict()`."""
         self._handles.append(module.register_state_dict_pre_hook(WeakHook(call)))  # type: ignore[no-untyped-call]
 
+    def after_module_load(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        """Call `call` after each `module.load_state_dict()`."""
+        self._handles.append(module.register_load_state_dict_post_hook(WeakHook(call)))  # type: ignore[no-untyped-call]
+
     def remove(self) -> None:
         """Take off every hook."""
         self._finalizer()

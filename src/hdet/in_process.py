@@ -7,18 +7,22 @@ its turn. So runs are reproducible, and every replica has its own state of torch
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from hdet.converge import average
+from hdet.hooks import WeakHook
 from hdet.replicas import Replicas, find_replicas, seated, weigh
 
 T = TypeVar("T")
+_NEED_A_GROUP = ("torch.distributed", "torch.nn.parallel")  # modules that raise without a process group
 
 
 class ReplicaError(RuntimeError):
@@ -88,8 +92,15 @@ class InProcess(Replicas):
         self._table = table
         self._meetings = 0
 
-    def arrive(self, place: str) -> None:
+    def __deepcopy__(self, memo: dict[int, Any]) -> InProcess:
+        """Itself: a copied model belongs to the same replica."""
+        return self
+
+    def arrive(self, place: str, call: str | None = None) -> None:
         """Nobody waits in vain here: `meet` sees who has returned."""
+
+    def part(self, readers: int | None = None) -> None:
+        """Nobody takes a store along."""
 
     def explain(self, error: Exception, began: float) -> None:
         """Nobody is lost without an exception."""
@@ -117,6 +128,19 @@ class InProcess(Replicas):
         """Fill `everyone` with every replica's `mine`, one after another."""
         everyone.copy_(self._meet(mine, torch.cat))
 
+    def mean_of_sparse(self, gradient: Tensor) -> Tensor:
+        """The mean of a sparse tensor over the replicas, with the places of all of them, as DDP makes it."""
+        mine = gradient.coalesce() / self.size
+
+        def combine(everyone: list[Tensor]) -> Tensor:
+            total = everyone[0]
+            for other in everyone[1:]:
+                total = total + other
+            return total.coalesce()
+
+        mean: Tensor = self._meet(mine, combine)
+        return mean.clone()
+
     def close(self) -> None:
         """Nothing to give back."""
 
@@ -132,7 +156,9 @@ def in_process(function: Callable[..., T], size: int, *args: Any) -> list[T]:
     """Call `function(*args)` once for each of `size` replicas in this process; what they returned, by replica.
 
     Within it `Ensemble`, `OneCycleAutoLR`, `warm_init` and `data_parallel` know which replica they serve, as they do
-    under torchrun: the same function runs in both.
+    under torchrun: the same function runs in both. torch.distributed does not know these replicas, so in `function`
+    write `hdet.data_parallel(model)` for `DistributedDataParallel(model)`, and `hdet.find_replicas()`, which has `rank`
+    and `size`, for `dist.get_rank()` and `dist.get_world_size()`.
 
     Raises:
         ReplicaError: if a replica raises. Its exception is the cause; the others are ended.
@@ -165,9 +191,21 @@ def in_process(function: Callable[..., T], size: int, *args: Any) -> list[T]:
         thread.join()
     torch.set_rng_state(generator)
     if table.failed is not None:
-        rank, cause = table.failed
-        raise ReplicaError(f"replica {rank} raised {type(cause).__name__}: {cause}") from cause
+        (rank, cause), table.failed = table.failed, None  # its traceback would keep all that the replicas had
+        raise ReplicaError(f"replica {rank} raised {type(cause).__name__}: {cause}{_instead(cause)}") from cause
     return [results[rank] for rank in range(size)]
+
+
+def _instead(error: BaseException) -> str:
+    """What to write, where a replica has called torch.distributed without a process group."""
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if dist.is_initialized() or not frames or not frames[-1].startswith(_NEED_A_GROUP):
+        return ""
+    return (
+        " torch.distributed does not know the replicas of in_process: write hdet.data_parallel(model) for "
+        "DistributedDataParallel(model), and hdet.find_replicas(), which has rank and size, for dist.get_rank() and "
+        "dist.get_world_size(); both do the same under torchrun"
+    )
 
 
 class SharedGradients(nn.Module):
@@ -175,15 +213,23 @@ class SharedGradients(nn.Module):
 
     shares_gradients = True
 
-    def __init__(self, module: nn.Module, replicas: Replicas) -> None:
+    def __init__(self, module: nn.Module, replicas: InProcess) -> None:
         super().__init__()
         self.module = module
         self._replicas = replicas
         self._queued = False
         self.require_backward_grad_sync = True  # DistributedDataParallel's switch
-        for p in module.parameters():
+        self._watch()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Share the gradients of a copy too, as DistributedDataParallel does: parameters are copied without hooks."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._watch()
+
+    def _watch(self) -> None:
+        for p in self.module.parameters():
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(self._queue)  # type: ignore[no-untyped-call]
+                p.register_post_accumulate_grad_hook(WeakHook(self._queue))  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's."""
@@ -196,7 +242,16 @@ class SharedGradients(nn.Module):
 
     def _average(self) -> None:
         self._queued = False
-        average([p.grad for p in self.module.parameters() if p.grad is not None], self._replicas)
+        dense = []
+        for p in self.module.parameters():
+            if p.grad is None:
+                continue
+            if p.grad.is_sparse:
+                p.grad = self._replicas.mean_of_sparse(p.grad)
+            else:
+                p.grad = p.grad.resolve_conj()  # of a complex parameter it may be a view that is conjugated lazily
+                dense.append(p.grad)
+        average(dense, self._replicas)
 
 
 def data_parallel(model: nn.Module) -> nn.Module:

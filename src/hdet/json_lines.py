@@ -9,24 +9,24 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch.distributed as dist
 
-from hdet.record import HyperparameterRecord, RoundRecord
+from hdet.reading import Lines, UnreadableError
+from hdet.record import HyperparameterRecord, RoundRecord, SearchRecord
+from hdet.schema import Check, Field, MismatchError, count, fields, mapping, number_or_hole, record, text, whole
 from hdet.sink import writes
 
 VERSION = 1
 """Of the schema. A new key is no new version: readers leave out what they do not know."""
 
-_REQUIRED = {"round": int, "step": int, "scores": list, "hyperparameters": dict}
-_KINDS = {"events": list, "written_by": str}
-_IN_ROW = ("base", "center", "scale", "proposed_scale")
-_NUMBER = (int, float, type(None))
 _ROUND = [field.name for field in dataclasses.fields(RoundRecord) if field.name not in ("replica", "hyperparameters")]
 _ROW = [field.name for field in dataclasses.fields(HyperparameterRecord)]
+_COUNTS = ("round", "step", "steps", "total_steps")
+_MOST_REPLICAS, _MOST_ROWS = 100_000, 1000
 _BLOCK = 1 << 16
 _BY_REPLICA = ("scores", "probe", "values")
 _MANY = 16  # replicas; the numbers of fewer are written to the last digit
@@ -102,7 +102,7 @@ def to_line(record: RoundRecord, now: float, written_by: str = "") -> str:
     """The line of one record, with its end."""
     about = {"version": VERSION, "time": round(now, 3), "written_by": written_by}
     rows = (f"{_ENCODE(name)}: {_text(_row(row))}" for name, row in record.hyperparameters.items())
-    line = _text(about | {name: getattr(record, name) for name in _ROUND})
+    line = _text(about | {name: getattr(record, name) for name in _ROUND} | {"search": strict(record.search)})
     return f'{line[:-1]}, "hyperparameters": {{{", ".join(rows)}}}}}\n'
 
 
@@ -127,51 +127,91 @@ def read_records(path: str | os.PathLike[str]) -> list[RoundRecord]:
     """The records of a file that `JSONLines` wrote.
 
     A last line that was cut short is left out. Where a run was resumed from an earlier step, the rounds that it has
-    done again replace those of before. null is NaN where there must be a number.
+    done again replace those of before. null is NaN where there must be a number. Lines that are no records are left
+    out, with a warning.
 
     Raises:
-        ValueError: for a file of a later version, or one that is not of this kind.
+        OSError: if the file cannot be opened.
+        ValueError: for a file that has lines and no record of this version, or is no file of this kind.
     """
     return [from_json(line) for line in read_lines(path)]
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of such a file as they are, checked, without what was done again."""
+    """The lines of such a file, checked, without what was done again."""
     lines: list[dict[str, Any]] = []
-    append(lines, Path(path).read_bytes(), Path(path))
+    source = Lines(Path(path), check_line)
+    try:
+        append(lines, (line for _, line in source.more()))
+    except UnreadableError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if source.notice and not lines:
+        raise ValueError(f"{path} must hold one JSON object per line, as hdet.JSONLines writes them; {source.notice}")
+    if source.notice:
+        warnings.warn(source.notice, stacklevel=3)
     return lines
 
 
-def append(lines: list[dict[str, Any]], data: bytes, path: Path) -> int:
-    """Add the whole lines of `data` to `lines`, which are replaced where rounds were done again.
-
-    Returns:
-        How many bytes were read: up to the end of the last whole line.
-    """
-    for line in parse(data, path):
-        _check(line, path)
+def append(lines: list[dict[str, Any]], fresh: Iterable[dict[str, Any]]) -> bool:
+    """Add lines, which replace those of rounds that were done again; whether there were such."""
+    again = False
+    for line in fresh:
         while lines and lines[-1]["round"] >= line["round"]:
             lines.pop()
+            again = True
         lines.append(line)
-    return data.rfind(b"\n") + 1
+    return again
 
 
-def parse(data: bytes, path: Path) -> Iterator[Any]:
-    """What the whole lines of a file hold; the last one is left out if a kill has cut it short.
+def check_line(line: Any) -> dict[str, Any]:
+    """What is known of a line, made sure of: numbers are numbers or None, and as many as there are replicas.
 
     Raises:
-        ValueError: for a line that is no JSON.
+        ValueError: for what is no record of this version.
     """
-    for text in data[: data.rfind(b"\n") + 1].splitlines():
-        try:
-            yield json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{path} must hold one JSON object per line, got {text[:80]!r}") from error
+    version = line.get("version", VERSION) if isinstance(line, dict) else VERSION
+    if type(version) is int and version > VERSION:
+        raise ValueError(f"it has version {version} of the records, this hdet reads up to {VERSION}")
+    found: dict[str, Any] = _LINE(line)
+    replicas, rows = len(found["scores"]), found["hyperparameters"]
+    if replicas > _MOST_REPLICAS or len(rows) > _MOST_ROWS:
+        raise ValueError(f"it has {replicas} replicas and {len(rows)} hyperparameters, which no run has")
+    if len(found.get("probe") or found["scores"]) != replicas:
+        raise MismatchError(f"a list of {replicas}, as scores is", found["probe"]).within("probe")
+    for name, row in rows.items():
+        if len(row["values"]) != replicas:
+            raise MismatchError(f"a list of {replicas}, as scores is", row["values"]).within(f"values of {name[:40]!a}")
+    return found
+
+
+def _schema() -> Check:
+    """A line. What has a default may be missing: earlier versions of hdet did not write it."""
+    row = {**fields(HyperparameterRecord, holes=True), "decision": Field(text, required=False)}
+    line = {name: field for name, field in fields(RoundRecord, holes=True).items() if name in _ROUND}
+    line |= {name: Field(count, line[name].required) for name in _COUNTS}
+    line["search"] = Field(_search_or_none, required=False)
+    about = {"version": whole, "time": number_or_hole, "written_by": text}
+    line |= {name: Field(check, required=False) for name, check in about.items()}
+    return record({**line, "hyperparameters": Field(mapping(record(row)))})
+
+
+def _search_or_none(value: Any) -> dict[str, Any] | None:
+    """A search, which is read for whoever wants to know: one that is not whole is none, and costs no round."""
+    try:
+        found: dict[str, Any] = _SEARCH(value)
+    except MismatchError:
+        return None
+    return found
+
+
+_SEARCH = record(fields(SearchRecord, holes=True))
+_LINE = _schema()
 
 
 def from_json(line: Mapping[str, Any]) -> RoundRecord:
     """The record of one line."""
-    known = {name: _tuple(value) for name, value in line.items() if name in _ROUND}
+    known = {name: _tuple(value) for name, value in line.items() if name in _ROUND and value is not None}
+    known["search"] = _from_search(line.get("search"))
     rows = {name: _from_row(row) for name, row in line["hyperparameters"].items()}
     return RoundRecord(**{**known, "scores": _numbers(line["scores"]), "hyperparameters": rows})
 
@@ -197,11 +237,23 @@ def _row(row: HyperparameterRecord) -> dict[str, Any]:
 
 
 def _from_row(row: Mapping[str, Any]) -> HyperparameterRecord:
-    known = {name: _tuple(value) for name, value in row.items() if name in _ROW}
+    known = {name: _tuple(value) for name, value in row.items() if name in _ROW and value is not None}
     for name in ("base", "center", "scale", "proposed_scale"):
         known[name] = math.nan if row[name] is None else float(row[name])
-    memory = {key: math.nan if value is None else value for key, value in row.get("memory", {}).items()}
+    memory = {key: math.nan if value is None else value for key, value in (row.get("memory") or {}).items()}
     return HyperparameterRecord(**{**known, "values": _numbers(row["values"]), "memory": memory})
+
+
+def _from_search(told: Mapping[str, Any] | None) -> SearchRecord | None:
+    if told is None:
+        return None
+    return SearchRecord(**{name: _nested(value) for name, value in told.items()})
+
+
+def _nested(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_nested, value))
+    return math.nan if value is None else value
 
 
 def _numbers(values: list[float | None]) -> tuple[float, ...]:
@@ -210,37 +262,6 @@ def _numbers(values: list[float | None]) -> tuple[float, ...]:
 
 def _tuple(value: Any) -> Any:
     return tuple(math.nan if entry is None else entry for entry in value) if isinstance(value, list) else value
-
-
-def _check(line: Any, path: Path) -> None:
-    """Raise unless it is a record."""
-    if not isinstance(line, dict) or not all(isinstance(line.get(key), kind) for key, kind in _REQUIRED.items()):
-        raise ValueError(f"{path} must hold records as hdet.JSONLines writes them, got {_beginning(line)}")
-    version = line.get("version", VERSION)
-    if not isinstance(version, int) or version > VERSION:
-        raise ValueError(f"{path} has version {version} of the records, this hdet reads up to {VERSION}")
-    if not _is_whole(line):
-        raise ValueError(f"{path} holds a damaged record of round {line['round']}: {_beginning(line)}")
-
-
-def _beginning(line: Any) -> str:
-    return json.dumps(line)[:80]
-
-
-def _is_whole(line: Mapping[str, Any]) -> bool:
-    """Whether what is in it is of the right kind, as far as readers count on it."""
-    kinds = all(isinstance(line.get(key, kind()), kind) for key, kind in _KINDS.items())
-    return (
-        kinds
-        and isinstance(line.get("full"), bool)
-        and all(
-            isinstance(row, dict)
-            and isinstance(row.get("values"), list)
-            and isinstance(row.get("memory", {}), dict)
-            and all(isinstance(row.get(key, ""), _NUMBER) for key in _IN_ROW)
-            for row in line["hyperparameters"].values()
-        )
-    )
 
 
 def _open(path: Path) -> BinaryIO:

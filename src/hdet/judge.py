@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from hdet.probe.probe import Probe
 from hdet.replicas import Replicas
-from hdet.score import Loss, Score, as_loss
+from hdet.score import Loss, Score, as_loss, typical
 
 AnyProbe = Probe | Callable[[int], Loss]
-_NUMBERS = 6
+_NUMBERS = 7
 
 
 class Judged(NamedTuple):
@@ -28,6 +28,7 @@ class Judged(NamedTuple):
         start: the loss of the weights that the round began with on it; None if it was not measured.
         given: whether every replica was given a loss in this round.
         early: the mean of the round's first losses, of those replicas that have marked it; None if nobody has.
+        first: the same of the run's first step.
     """
 
     scores: tuple[float, ...]
@@ -35,6 +36,7 @@ class Judged(NamedTuple):
     start: float | None
     given: bool = True
     early: float | None = None
+    first: float | None = None
 
 
 class Judge:
@@ -86,6 +88,7 @@ class Judge:
             vector[2:4] = self._start.to(device)
         vector[4] = self.score.count
         vector[5] = self.score.early_mean(device)
+        vector[6] = self.score.first_mean(device)
         self.seconds_at_end = self._now() - began
         self.seconds += self.seconds_at_end
         return vector
@@ -111,13 +114,12 @@ class Judge:
         """What the gathered numbers say."""
         scores = tuple(row[0] for row in table)
         given = all(row[4] > 0 for row in table)
-        firsts = [row[5] for row in table if math.isfinite(row[5])]
-        early = sum(firsts) / len(firsts) if firsts else None
+        early, first = _known([row[5] for row in table]), _known([row[6] for row in table])
         if self._probe is None or not full:
-            return Judged(scores, None, None, given, early)
+            return Judged(scores, None, None, given, early, first)
         weight = sum(row[3] for row in table)
         start = sum(row[2] for row in table) / weight if weight > 0 else None  # NaN is not more than 0
-        return Judged(scores, tuple(row[1] for row in table), start, given, early)
+        return Judged(scores, tuple(row[1] for row in table), start, given, early, first)
 
     def reset(self) -> None:
         """Begin a new round."""
@@ -151,6 +153,12 @@ class Judge:
         assert not isinstance(self._probe, Probe)
         with torch.no_grad():
             return self._probe(index)
+
+
+def _known(losses: Sequence[float]) -> float | None:
+    """The mean of those that are finite."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return typical(finite) if finite else None
 
 
 def _scalar(loss: Loss) -> Tensor:

@@ -102,5 +102,5 @@ def _sum(gradient: Tensor) -> Tensor:
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
     if gradient.is_complex():
-        gradient = torch.view_as_real(gradient)
+        gradient = torch.view_as_real(gradient.resolve_conj())
     return gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float32)).double()

@@ -11,6 +11,7 @@ from hdet import converge
 from hdet.agreement import round_end
 from hdet.guard.health import Health
 from hdet.guard.quarantine import Census, ended, restore_state, take_census
+from hdet.guard.quarantine import full as is_full
 from hdet.joining import Joining
 from hdet.judge import Judge, Judged
 from hdet.local_gradients import LocalGradients
@@ -56,23 +57,28 @@ class Meeting:
             self._tensors.fill_state()  # a replica all of whose steps were skipped has none yet
         return self._tensors.to_average()
 
-    def agree(self, tensors: Sequence[Tensor], full: bool) -> tuple[Judged, Census]:
+    def agree(
+        self, tensors: Sequence[Tensor], full: bool, call: round_end.Call = "the end of a round"
+    ) -> tuple[Judged, Census]:
         """Check that all replicas are at the same place with the same tensors; return what they are judged by."""
         at, replicas, gone = self._rounds.at, self._rounds.replicas, self._joining.ended
         device = self._device(tensors)
         compared = self._rounds.explores
         scores = self._judge.end(at.round, full and compared, replicas, device)
         how = self._health.condition(device, full=full, joining=self._joining.open, ended=gone)
-        replicas.arrive(f"{_NO_MORE_DATA if gone else f'the end of round {at.round}'} (step {at.step})")
+        place = f"the end of round {at.round}" if call == "the end of a round" else call
+        replicas.arrive(f"{_NO_MORE_DATA if gone else place} (step {at.step})", "" if gone else call)
         options, explored = [*self._settings.options().items()], self._settings.hyperparameters
         numbers = torch.cat([scores, self._switch.told(device), how])
         try:
-            table = round_end.agree(replicas, at.step, converge.layout(tensors), options, explored, numbers, ended)
+            table = round_end.agree(
+                replicas, call, at.step, converge.layout(tensors), options, explored, numbers, ended
+            )
         except LostReplicaError as error:
             raise error.and_then(converge.UNTOUCHED) from error
         self._switch.read([row[len(scores)] for row in table])
         if gone:
-            full = any(row[-1] for row in table if not ended(row))
+            full = any(is_full(row) for row in table if not ended(row))
         judged = self._judge.read(table, full and compared)
         census = take_census(table, judged, self._health.guarded)
         return census.view(judged), census
@@ -80,7 +86,7 @@ class Meeting:
     def average(self, tensors: Sequence[Tensor], judged: Judged, census: Census) -> None:
         """Average the replicas that count, give all of them the result, and see that it is finite."""
         if census.lost:
-            raise self._health.diverged("no replica's weights are finite")
+            raise self._health.diverged(self._health.lost(census))
         if census.sick and not tensors:
             tensors = self._tensors.to_average()
         converge.average(tensors, self._rounds.replicas, of=census.averaged, atomic=self._settings.atomic)
@@ -106,7 +112,7 @@ class Meeting:
         """The loss of the weights, which all replicas hold, on a probe that no round has seen. Collective."""
         self._tensors.reshard()
         at, replicas = self._rounds.at, self._rounds.replicas
-        replicas.arrive(f"the end of the run (step {at.step})")
+        replicas.arrive(f"the end of the run (step {at.step})", "the end of the run")
         try:
             return self._judge.loss(at.round + 1 + number, replicas, self._device(()))
         except LostReplicaError as error:

@@ -95,8 +95,8 @@ def warn_of_outer_step(outer: OuterStep, interval: int, total_steps: int | None)
 def warn_not_prepared() -> None:
     """Warn that a rate was to be found before the first step."""
     warnings.warn(
-        "Auto finds the learning rate of a long run before the first step, and nobody let it: call "
-        "ensemble.prepare(step_fn); or, if you know the rate, write controller=hdet.Auto(finds=False)",
+        "Auto finds the learning rate before the first step in a long run or with one replica, but prepare() was not "
+        "called: call ensemble.prepare(step_fn); or, if you know the rate, write controller=hdet.Auto(finds=False)",
         stacklevel=7,
     )
 

@@ -251,6 +251,13 @@ class OneCycleAutoLR(OneCycleLR):
             self.ensemble.start_from(schedule["last_epoch"])
         super().load_state_dict(schedule)
 
+    def __repr__(self) -> str:
+        """One line, mostly the ensemble's."""
+        try:
+            return f"{type(self).__name__}({self.ensemble!r})"
+        except Exception:  # shown in tracebacks too, of a constructor that has raised for example
+            return object.__repr__(self)
+
     def _curve_at(self, step: int) -> list[float | Tensor]:
         """OneCycleLR's rates at `step`. Leaves the momentum of `step` behind."""
         now, self.last_epoch = self.last_epoch, step

@@ -70,7 +70,7 @@ def create(optimizer: Optimizer) -> None:
         for group in groups:
             group["lr"] = torch.zeros_like(lr) if isinstance(lr := group.get("lr"), Tensor) else 0.0
         for p in trained:
-            p.grad = torch.zeros_like(p)
+            p.grad = torch.zeros_like(p).to_sparse() if isinstance(optimizer, optim.SparseAdam) else torch.zeros_like(p)
         step = type(optimizer).step
         getattr(step, "__wrapped__", step)(optimizer)  # without the hooks: it is no step of the run
     finally:

@@ -85,6 +85,8 @@ def describe(record: RoundRecord) -> str:
     """
     finite = [loss for loss in record.judged if math.isfinite(loss)]
     words = [f"loss {min(finite):.3f} to {max(finite):.3f}"] if finite else []
+    if not finite and record.loss is not None:
+        words = [f"loss {record.loss:.3f}"]
     rows = record.hyperparameters
     rate = next((name for name in rows if name.startswith("learning_rate")), next(iter(rows), None))
     if rate is not None:
@@ -92,6 +94,8 @@ def describe(record: RoundRecord) -> str:
         schedule = "" if row.center == row.base else f" (schedule {row.base:.3g})"
         words.append(f"{rate} {row.center:.3g}{schedule}")
     words += _decisions(record, rate)
+    if record.trend not in ("", "falls"):
+        words.append("not learning: the losses have not clearly fallen since the start")
     return ", ".join(words)
 
 

@@ -64,8 +64,42 @@ class HyperparameterRecord:
 
 
 @dataclass(frozen=True)
+class SearchRecord:
+    """The search for the learning rate before the first step, as `hdet.FoundRate` tells of it.
+
+    Attributes:
+        rate: what was found, for the first parameter group with a rate.
+        start: what it was set to before.
+        interval: (lo, hi), between which losses were low.
+        whole: the same as it was counted.
+        factor: the rate is this times the geometric middle of that.
+        first_loss: the probe's loss at the initial weights.
+        coarse: the first ramp's (rate, loss on the probe).
+        fine: the second ramp's.
+        steps: optimizer steps taken.
+        cost: everything that was done, in training steps.
+        seconds: how long it took; no part of `round_seconds`.
+        doubts: what speaks against it, in words; empty if nothing does.
+    """
+
+    rate: float
+    start: float
+    interval: tuple[float, float]
+    whole: tuple[float, float]
+    factor: float
+    first_loss: float
+    coarse: tuple[tuple[float, float], ...] = field(repr=False)
+    fine: tuple[tuple[float, float], ...] = field(repr=False)
+    steps: int
+    cost: float
+    seconds: float
+    doubts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class RoundRecord:
-    """One round, the same on every replica but for the seconds and the replica itself.
+    """One round, the same on every replica but for the seconds, the replica itself, and its own losses where
+    nothing is gathered.
 
     Attributes:
         round: its index, from 0.
@@ -85,6 +119,16 @@ class RoundRecord:
         outer_step: how much of a round's way the run takes when it ends; None if it is not known.
         outer_momentum: how much of the rounds before it is taken again, with `Nesterov`; None if it is not known.
         gradients: "shared" or "local"; None if it is not known.
+        trend: whether the losses are lower than at the start by more than their noise: "falls"; "back" if they were and
+            are not any more, "risen" if they have been as much higher and are not lower by a tenth of that, "flat" if
+            neither. Empty while it is too early or too noisy to say, and without losses.
+        first_loss: the mean loss of the run's first step: the replicas', or this one's where nothing is gathered.
+        level: the median of the last rounds' mean losses.
+        lowest, highest: what that was at least and at most.
+        loss: this replica's own mean training loss in a round in which nothing was gathered, and in such rounds before
+            it that have none: where reading it means to wait for a device, that is done a few times in a second. None
+            where `scores` say it, and where no loss was given.
+        search: what was found before the first step, in the first record; None without a search.
         replica: the replica that it was handed to, from 0, or the rank of a sharded one; None if read from a file.
     """
 
@@ -105,6 +149,13 @@ class RoundRecord:
     outer_step: float | None = None
     outer_momentum: float | None = None
     gradients: str | None = None
+    trend: str = ""
+    first_loss: float | None = None
+    level: float | None = None
+    lowest: float | None = None
+    highest: float | None = None
+    loss: float | None = None
+    search: SearchRecord | None = None
     replica: int | None = field(default=None, compare=False)
 
     @property
@@ -135,7 +186,7 @@ def metrics(record: RoundRecord) -> dict[str, float]:
     found: dict[str, float | None] = {"round": record.round, **_spread("loss", record.scores)}
     if record.probe is not None:
         found |= {**_spread("probe", record.probe), "probe/consensus": record.start}
-    found["loss/best_replica"] = record.best
+    found |= {"loss/best_replica": record.best, "loss/own": record.loss}
     for name, row in record.hyperparameters.items():
         low, high = min(row.values, default=None), max(row.values, default=None)
         told = {"base": row.base, "center": row.center, "scale": row.scale, "lowest": low, "highest": high}

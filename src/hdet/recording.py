@@ -9,9 +9,28 @@ from torch.optim import Optimizer
 
 from hdet.controllers import Observation, Steering
 from hdet.hyperparameters.hyperparameter import Hyperparameter, representative
-from hdet.record import HyperparameterRecord
+from hdet.range_test.found_rate import FoundRate
+from hdet.record import HyperparameterRecord, SearchRecord
 from hdet.rounds import Rounds
 from hdet.values import Values
+
+
+def search_record(found: FoundRate) -> SearchRecord:
+    """What a record says of a search."""
+    return SearchRecord(
+        rate=found.rate,
+        start=found.rate / found.scale,
+        interval=found.interval,
+        whole=found.whole,
+        factor=found.factor,
+        first_loss=found.first_loss,
+        coarse=tuple((rate, loss) for rate, loss in found.coarse),
+        fine=tuple((rate, loss) for rate, loss in found.fine),
+        steps=found.steps,
+        cost=found.cost,
+        seconds=found.seconds,
+        doubts=found.doubts,
+    )
 
 
 class Recorder:

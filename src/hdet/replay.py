@@ -6,14 +6,12 @@ The file holds knots: the centers of every hyperparameter at the first and the l
 from __future__ import annotations
 
 import bisect
-import json
-import math
 import os
-import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,12 +19,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hdet.arguments import check_count
 from hdet.hooks import unwrap
+from hdet.reading import UnreadableError, read_json
 from hdet.record import RoundRecord
+from hdet.schedule import IN_GROUPS, KIND, VERSION, check_schedule, notices, reaches_the_end
 from hdet.tail import was_taken
 
-VERSION = 1
-_KIND = "hdet-schedule"
-_IN_GROUPS = re.compile(r"(?P<optimizer>\d+)/(?P<group>\d+)/(?P<entry>[^/]+(/\d+)?)")
+_MOST_BYTES = 1 << 28
 
 
 def make_schedule(records: Iterable[RoundRecord]) -> dict[str, Any]:
@@ -55,7 +53,8 @@ def make_schedule(records: Iterable[RoundRecord]) -> dict[str, Any]:
         raise ValueError("there is no round to export: a run is exported after its first round")
     ended = rounds[-1].last
     steps = rounds[-1].step if ended or rounds[-1].total_steps is None else rounds[-1].total_steps
-    about = {"kind": _KIND, "version": VERSION, "total_steps": steps, "complete": ended}
+    complete = ended and reaches_the_end(schedules, steps)
+    about = {"kind": KIND, "version": VERSION, "total_steps": steps, "complete": complete}
     how = {name: getattr(rounds[-1], name) for name in ("outer_step", "outer_momentum", "gradients")}
     how["tail_average_taken"] = was_taken(rounds[-1].events)
     return {**about, **how, "hyperparameters": schedules}
@@ -83,7 +82,8 @@ class ReplayLR(LRScheduler):
         last_epoch: as in torch.
 
     Raises:
-        ValueError: if the schedule does not fit the optimizer.
+        TypeError: if something in the schedule is of another type.
+        ValueError: if the schedule does not hang together, or does not fit the optimizer.
 
     Example::
 
@@ -105,6 +105,7 @@ class ReplayLR(LRScheduler):
     ) -> None:
         optimizer = unwrap(optimizer)
         told = _checked(schedule)
+        check_count("which", which, 0, "optimizers, its index")
         if total_steps is not None:
             check_count("total_steps", total_steps)
         self.total_steps = told["total_steps"] if total_steps is None else total_steps
@@ -153,6 +154,25 @@ class ReplayLR(LRScheduler):
         """Where it is; the schedule itself is given to the constructor again."""
         return {key: value for key, value in super().state_dict().items() if key not in _NOT_SAVED}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from `state_dict()`.
+
+        Raises:
+            TypeError, ValueError: for another scheduler's.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict must be what ReplayLR.state_dict() gave, got {type(state_dict).__name__}")
+        check_count("last_epoch of state_dict", state_dict.get("last_epoch"), 0)
+        groups = len(self.optimizer.param_groups)
+        for name in ("base_lrs", "_last_lr"):
+            rates = state_dict.get(name)
+            if not isinstance(rates, (list, tuple)) or len(rates) != groups:
+                raise ValueError(
+                    f"{name} of state_dict must have a rate for each of the {groups} parameter groups, got "
+                    f"{str(rates)[:80]}; load what the state_dict() of a ReplayLR with the same groups gave"
+                )
+        super().load_state_dict({key: value for key, value in state_dict.items() if key not in _NOT_SAVED})
+
     def _step(self) -> float:
         return self.last_epoch if self._stretch == 1.0 else self.last_epoch * self._stretch
 
@@ -177,21 +197,30 @@ class _Curve:
         return (1 - part) * self._values[right - 1] + part * self._values[right]
 
 
-def _checked(schedule: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
-    told = schedule if isinstance(schedule, Mapping) else json.loads(Path(schedule).read_text())
-    if not isinstance(told, Mapping) or told.get("kind") != _KIND:
-        raise ValueError(f"schedule must be what `hdet export` writes, got {str(schedule)[:80]!r}; write for example "
-                         '"schedule.json"')  # fmt: skip
-    if told["version"] > VERSION:
-        raise ValueError(f"schedule has version {told['version']}, this hdet reads up to {VERSION}; upgrade hdet")
-    return cast("Mapping[str, Any]", told)
+def _checked(schedule: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(schedule, Mapping):
+        return check_schedule(schedule)
+    if not isinstance(schedule, (str, os.PathLike)):
+        raise TypeError(
+            "schedule must be a file that `hdet export` wrote, or its content as a dict, got "
+            f'{type(schedule).__name__}; write for example "schedule.json"'
+        )
+    try:
+        return check_schedule(read_json(Path(schedule), _MOST_BYTES))
+    except UnreadableError as error:
+        raise ValueError(f"schedule must be what `hdet export` writes, got {str(schedule)!r}: {error}") from error
 
 
 def _chosen(hyperparameters: Mapping[str, Any], only: Sequence[str] | None) -> Mapping[str, Any]:
     """Those that are to be replayed."""
     if only is None:
         return hyperparameters
-    if isinstance(only, str) or not only:
+    if (
+        not isinstance(only, Collection)
+        or isinstance(only, str)
+        or not all(isinstance(name, str) for name in only)
+        or not only
+    ):
         raise ValueError(f'only must be a list of names of hyperparameters, got {only!r}; write ["learning_rate"]')
     chosen = {}
     for name in only:
@@ -202,40 +231,9 @@ def _chosen(hyperparameters: Mapping[str, Any], only: Sequence[str] | None) -> M
     return chosen
 
 
-def notices(told: Mapping[str, Any]) -> list[str]:
-    """What makes plain training with a schedule another thing than the run was."""
-    found = []
-    taken, momentum = told.get("outer_step") or 1.0, told.get("outer_momentum") or 0.0
-    if momentum:
-        same = f"hdet.Nesterov({taken:g}, {momentum:g})"
-        found.append(
-            f"the schedule was learned with an outer optimizer, {same}, which goes another way than plain training; "
-            f"replay it with the same one: hdet.Ensemble(..., outer_step={same})"
-        )
-    elif taken < 1:
-        found.append(
-            f"the schedule was learned with an outer step of {taken:g}, which forgives rates that are too "
-            "high for plain training; replay it with the same one: "
-            f"hdet.Ensemble(..., outer_step={taken:g})"
-        )
-    if told.get("gradients") == "local":
-        found.append(
-            "the schedule was learned with local gradients, where each replica steps on its own part of the batch; "
-            'replay it with the same: hdet.Ensemble(..., gradients="local")'
-        )
-    if told.get("tail_average_taken"):
-        found.append(
-            "the run ended with its tail average, half of the way to the mean of the weights of its last rounds, which "
-            "no schedule replays; for the same, average them as well: tail_average= of hdet.Ensemble"
-        )
-    return found
-
-
 def _curves(hyperparameters: Mapping[str, Any]) -> dict[tuple[str, str], _Curve]:
     found = {}
     for name, told in hyperparameters.items():
-        if any(center is None or not math.isfinite(center) for row in told["centers"] for center in row):
-            raise ValueError(f"schedule holds centers of {name} that are not finite; export a run that did not diverge")
         for column, place in enumerate(told["places"]):
             found[name, place] = _Curve(told["steps"], [row[column] for row in told["centers"]])
     return found
@@ -245,7 +243,7 @@ def _placed(
     curves: Mapping[tuple[str, str], _Curve], optimizer: Optimizer, which: int
 ) -> list[tuple[int, list[str], _Curve]]:
     """Parameter group, entry and curve of all that this optimizer's groups hold."""
-    found = [(_IN_GROUPS.fullmatch(place), name, curve) for (name, place), curve in curves.items()]
+    found = [(IN_GROUPS.fullmatch(place), name, curve) for (name, place), curve in curves.items()]
     own = [
         (int(match["group"]), match["entry"].split("/"), name, curve)
         for match, name, curve in found
@@ -260,9 +258,25 @@ def _placed(
                 f"schedule has {name} in parameter group {group}, but optimizer has {len(groups)} groups; make the "
                 "groups as in the run that it comes from"
             )
-        if entry[0] not in groups[group]:
+        if not _holds_number(groups[group], entry):
             raise ValueError(
-                f"schedule has {name}, but {type(optimizer).__name__} has no {entry[0]!r} in its groups; say what else "
-                'to replay, for example only=["learning_rate"]'
+                f"schedule has {name}, but {type(optimizer).__name__} has no {entry[0]!r} in its groups that takes a "
+                'number there; say what else to replay, for example only=["learning_rate"]'
             )
+    written = [(group, *entry) for group, entry, _, _ in own]
+    twice = next((place for place in written if written.count(place) > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"schedule must have one curve for each place, got several for {twice[1]!r} of group {twice[0]}; say which "
+            'to replay, for example only=["learning_rate"]'
+        )
     return [(group, entry, curve) for group, entry, _, curve in own]
+
+
+def _holds_number(group: Mapping[str, Any], entry: Sequence[str]) -> bool:
+    """Whether a parameter group has a number there, which a center may replace."""
+    found = group.get(entry[0])
+    if len(entry) > 1:
+        index = int(entry[1])
+        found = found[index] if isinstance(found, (list, tuple)) and index < len(found) else None
+    return isinstance(found, (Real, Tensor)) and not isinstance(found, bool)

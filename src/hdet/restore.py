@@ -117,6 +117,16 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
         before.restore()
 
 
+@contextmanager
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """Within it operations on `device` run in the precision of their inputs, whatever the caller's autocast says."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False):
+            yield
+    else:
+        yield
+
+
 class Weights:
     """The values of parameters, and their gradients."""
 
@@ -151,6 +161,11 @@ class Weights:
         return math.fsum(
             float(p.detach().abs().sum(dtype=torch.float64)) * (k + 1) for k, p in enumerate(self._parameters)
         )
+
+    def moved(self) -> bool:
+        """Whether any of them are others than at the start, on this rank."""
+        pairs = zip(self._parameters, self._values, strict=True)
+        return any(not torch.equal(_local(p), _local(value)) for p, value in pairs)
 
     def have_gradients(self) -> bool:
         return any(p.grad is not None for p in self._parameters)

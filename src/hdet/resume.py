@@ -29,6 +29,7 @@ def saved_state(engine: Engine) -> dict[str, Any]:
     alarm = engine.recovery.state_dict()
     if alarm is not None:
         state["alarm"] = alarm
+    state["descent"] = engine.descent.state_dict()
     begun = engine.opened and at.step_in_round > 0
     return state | engine.outer.state_dict(begun=begun) | engine.tail.state_dict(engine.tensors.which())
 
@@ -55,6 +56,7 @@ def load_state(engine: Engine, state: dict[str, Any]) -> None:
     engine.tail.load_state_dict(state, tensors.stepped())
     engine.values.load_state_dict(state["bases"])
     engine.recovery.load_state_dict(state.get("alarm"))
+    engine.descent.load_state_dict(state.get("descent"))
     engine.resume()
     engine.resumed = rounds.at.step > 0
 
@@ -63,6 +65,7 @@ def start_from(engine: Engine, step: int) -> None:
     """Go on at `step` without a saved state."""
     engine.forget_noise()
     engine.judge.reset()
+    engine.descent.reset()
     engine.outer.reset()
     engine.tail.reset()
     engine.rounds.start_from(step)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
+import time
+from collections.abc import Sequence
 from typing import Any, SupportsFloat, TypeAlias, cast
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 Loss: TypeAlias = Tensor | SupportsFloat
 _EXACT = (torch.float32, torch.float64)
+_SECONDS_BETWEEN_READS, _SELDOM = 0.25, 5.0
 
 
 def as_loss(loss: Loss) -> Tensor | float:
@@ -47,6 +50,7 @@ class Score:
         self._total: Tensor | float = 0.0
         self._count = 0
         self._early: tuple[Tensor | float, int] | None = None
+        self._first: tuple[Tensor | float, int] | None = None
 
     def add(self, loss: Tensor | float) -> None:
         """Add one loss, as `as_loss` returns it, and keep nothing of it. No collective, no host read."""
@@ -64,6 +68,11 @@ class Score:
         if self._early is None and self._count:
             self._early = _copy(self._total), self._count
 
+    def mark_first(self) -> None:
+        """Keep the mean so far as that of the run's first step. No host read."""
+        if self._count:
+            self._first = _copy(self._total), self._count
+
     @property
     def count(self) -> int:
         """How many losses were added."""
@@ -77,29 +86,114 @@ class Score:
 
     def early_mean(self, device: torch.device) -> Tensor:
         """What it was when it was marked; NaN if it was not."""
-        total, count = self._early or (math.nan, 1)
-        return torch.as_tensor(total, dtype=torch.float64, device=device) / count
+        return _mean(self._early, device)
+
+    def first_mean(self, device: torch.device) -> Tensor:
+        """That of the run's first step; NaN if it was not in this round."""
+        return _mean(self._first, device)
 
     def reset(self) -> None:
         """Begin a new round."""
-        self._total, self._count, self._early = 0.0, 0, None
+        self._total, self._count, self._early, self._first = 0.0, 0, None, None
+
+    def include(self, other: Score) -> None:
+        """Add what another one has. No host read."""
+        if other._count:
+            self.add(other._total)
+            self._count += other._count - 1
+
+    def read(self) -> float:
+        """The mean so far. Waits for the device that the losses are on."""
+        return float(self._total) / self._count
+
+    def read_first(self) -> float | None:
+        """That of the run's first step; None if it was not in this round. Waits for the device."""
+        return None if self._first is None else float(self._first[0]) / self._first[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the losses are."""
+        return self._total.device if isinstance(self._total, Tensor) else torch.device("cpu")
 
     def state_dict(self) -> dict[str, Any]:
         """What was added so far in this round, to the last bit."""
-        early = None if self._early is None else (_copy(self._early[0]), self._early[1])
-        return {"total": _copy(self._total), "count": self._count, "early": early}
+        marked = {"early": _kept(self._early), "first": _kept(self._first)}
+        return {"total": _copy(self._total), "count": self._count, **marked}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`."""
-        total, early = state["total"], state.get("early")
+        total = state["total"]
         self._total = total.clone() if isinstance(total, Tensor) else float(total)
         self._count = cast(int, state["count"])
-        self._early = None if early is None else (_copy(early[0]), int(early[1]))
+        self._early, self._first = _kept(state.get("early")), _kept(state.get("first"))
+
+
+def typical(losses: Sequence[float]) -> float:
+    """The mean loss of some replicas, of three or more without the odd one: the highest counts as the second highest.
+
+    >>> typical([2.0, 3.0, 1e30, 1.0])
+    2.25
+    >>> typical([2.0, math.nan])
+    nan
+    """
+    if len(losses) < 3 or not all(map(math.isfinite, losses)):
+        return sum(losses) / len(losses)
+    ranked = sorted(losses)
+    return math.fsum([*ranked[:-1], ranked[-2]]) / len(ranked)
+
+
+class OwnLoss:
+    """This replica's own mean loss where replicas gather nothing. Waits for a device now and then only.
+
+    Attributes:
+        steps: what the mean that was read last is of.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._kept, self._kept_steps = Score(), 0
+        self._read_at = -math.inf
+
+    def read(self, score: Score, steps: int, *, now: bool = False, seldom: bool = False) -> float | None:
+        """The mean since the last that was read, `score` included; None if there is no loss, or the time has not come.
+
+        Args:
+            score: of the round that has ended.
+            steps: of that round.
+            now: read it even if that means to wait.
+            seldom: wait for a device less often.
+        """
+        kept = self._kept
+        kept.include(score)
+        self._kept_steps += steps
+        if not kept.count or kept.device.type == "meta":
+            return None
+        at = time.monotonic()
+        if (
+            kept.device.type != "cpu"
+            and not now
+            and at - self._read_at < (_SELDOM if seldom else _SECONDS_BETWEEN_READS)
+        ):
+            return None
+        self._read_at = at
+        mean = kept.read()
+        kept.reset()
+        self.steps, self._kept_steps = self._kept_steps, 0
+        return mean
 
 
 def early_of(state: dict[str, Any]) -> dict[str, Any]:
-    """A saved score of which only the early mean is left."""
-    return {**Score().state_dict(), "early": state.get("early")}
+    """A saved score of which only the means of the first steps are left."""
+    return {**Score().state_dict(), "early": state.get("early"), "first": state.get("first")}
+
+
+def _kept(marked: Any) -> tuple[Tensor | float, int] | None:
+    return None if marked is None else (_copy(marked[0]), int(marked[1]))
+
+
+def _mean(marked: tuple[Tensor | float, int] | None, device: torch.device) -> Tensor:
+    total, count = marked or (math.nan, 1)
+    return torch.as_tensor(total, dtype=torch.float64, device=device) / count
 
 
 def _copy(total: Tensor | float) -> Tensor | float:

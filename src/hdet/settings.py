@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from hdet.judge import AnyProbe
 from hdet.local_gradients import Gradients
 from hdet.outer_step import Nesterov, OuterStep
 from hdet.probe.probe import Probe
-from hdet.replicas import Where
+from hdet.replicas import Where, find_replicas
 from hdet.rollback.rollback import Rollback
 from hdet.shards import check_shards, reshard
 
@@ -131,13 +132,15 @@ def read_settings(
     checks.check_hyperparameters(explorable, optimizers)
     where = checks.check_where(process_group, mesh)
     checks.check_average_state(average_state, gradients)
+    if gradients == "shared":
+        checks.check_wrapper(model if isinstance(model, nn.Module) else None, where)
     wants = _controller(controller, probe)
     explored = tuple(h for h in explorable if h.diverges)
     _check(wants, probe, gradients, model, act, guard, optimizers, explored)
     if explored or gradients == "local":
         checks.check_can_diverge(optimizers)
         check_shards(optimizers, model, where, gradients)
-    told = plan(wants, [h.name for h in explorable], total_steps)
+    told = plan(wants, [h.name for h in explorable], total_steps, _replicas(where))
     if rollback is not None and not any(map(_is_rate, explorable)):
         explorable.append(learning_rate(optimizers, spread=0.0))  # to be cut
     local = gradients == "local"
@@ -221,6 +224,13 @@ def _check(
         checks.check_buffers(explored, model)
     if guard:
         checks.check_guard(guard, optimizers)
+
+
+def _replicas(where: Where | None) -> int | None:
+    """How many there are; None if they come only later, as they may where several processes were launched."""
+    size = find_replicas(where).size
+    launched = os.environ.get("WORLD_SIZE") not in (None, "", "1")
+    return None if size == 1 and launched and not dist.is_initialized() else size
 
 
 def _is_rate(h: Hyperparameter) -> bool:

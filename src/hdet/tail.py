@@ -269,7 +269,7 @@ def _tell(found: Compared, act: bool, what: str) -> str:
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+    return torch.float32 if tensor.itemsize == 1 else torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:

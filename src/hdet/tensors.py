@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -58,7 +60,8 @@ class Tensors:
         self._trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
 
     def reshard(self) -> None:
-        """Before and after weights are written: see `shards.reshard`."""
+        """Before and after weights are written: nobody keeps a copy of the old ones. See `shards.reshard`."""
+        torch.clear_autocast_cache()  # the caller's autocast keeps casts until it ends
         for module in self._gathering:
             module.reshard()
 
@@ -108,6 +111,41 @@ class Tensors:
         apart = {id(t) for h in self._forward for t in h.tensors()}  # replicas differ in these on purpose
         return list({id(t): t for t in found if id(t) not in apart}.values())
 
+    def learned(self) -> list[Tensor]:
+        """Of the weights those that were trained in this round, or got noise of this replica's own."""
+        found = [*converge.parameters(self._optimizers, self._trained), *self._noisy]
+        apart = {id(t) for h in self._forward for t in h.tensors()}
+        return list({id(t): t for t in found if id(t) not in apart}.values())
+
+    def name(self, tensor: Tensor) -> str:
+        """What one of these tensors is, in words; it is part of an error or an event, so that it never raises."""
+        found = "a tensor"
+        with contextlib.suppress(Exception):  # of what users put into modules and optimizers
+            for name, t in self._named():
+                if t is tensor:
+                    return name
+                if found == "a tensor" and _same_place(t, tensor):
+                    found = name
+        return found
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        parameters = {} if self._model is None else dict(self._model.named_parameters())
+        names = {id(p): repr(name) for name, p in parameters.items()}
+        for p in {id(p): p for p in (*parameters.values(), *self.trained())}.values():
+            yield f"the parameter {names.get(id(p), f'of shape {tuple(p.shape)}')}", p
+        for name, buffer in [] if self._model is None else self._model.named_buffers():
+            yield f"the buffer {name!r}", buffer
+        for number, follower in enumerate(self._also):
+            if isinstance(follower, Tensor):
+                yield f"also[{number}]", follower
+                continue
+            for name, t in (*follower.named_parameters(), *follower.named_buffers()):
+                yield f"{name!r} of also[{number}]", t
+        for p, entries in ((p, e) for optimizer in self._optimizers for p, e in optimizer.state.items()):
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    yield f"{key} of the parameter {names.get(id(p), f'of shape {tuple(p.shape)}')}", value
+
     def to_average(self) -> list[Tensor]:
         """What replicas can differ in and must not at the end of a round: the weights, and optimizer state."""
         if self._keeps_state:
@@ -144,3 +182,8 @@ class Tensors:
         apart = {id(t) for h in self._forward for t in h.tensors()}
         own = [*(b for b in self.buffers() if id(b) not in apart), *counters]
         return shared, own + (moments if self._keeps_state else [])
+
+
+def _same_place(one: Tensor, other: Tensor) -> bool:
+    """Whether one is a view of the other's beginning, as parts and what is averaged of a tensor are."""
+    return 0 < one.data_ptr() == other.data_ptr()

@@ -75,6 +75,7 @@ def warm_init(
     for number, (p, square) in enumerate(zip(trained, squares, strict=True)):
         mean_square = square / p.numel() if per == "tensor" else whole
         _add_noise(p, noise * math.sqrt(mean_square), _seed(seed, replicas.rank, number))
+    torch.clear_autocast_cache()  # the caller's autocast keeps casts of the old weights until it ends
     if replicas.size > 1 and noise > 0:
         _mark(model, trained)
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from hdet.agreement.fingerprint import SECTIONS, Claims
-from hdet.board import MissingError, who
+from hdet.board import MissingError, same_calls, who
 from hdet.replicas import Replicas, Where, find_replicas
 
 P = ParamSpec("P")
@@ -97,15 +97,22 @@ def settle(replicas: Replicas, call: str, claims: Claims, error: Exception | Non
     """
     found = None if error is None else [type(error).__name__, str(error)]
     mine = json.dumps({"call": call, "error": found, "hash": _hash(claims)})
+    replicas.arrive(call)
     try:
         verdict = _ask(replicas, mine, _compare_calls)
         if verdict.get("show"):
             verdict = _ask(replicas, json.dumps(claims), _compare_claims)
     except MissingError as missing:
+        seen = replicas.last_seen(missing.ranks)
+        replicas.part(replicas.ranks.size - len(missing.ranks))
         raise RuntimeError(
             f"{who(missing.ranks, replicas.noun)} did not come to {call} within {missing.seconds:.3g} s: dead, "
-            "stalled, or failed before it; look at the logs there. Every replica must make this call"
+            "stalled, or failed before it; look at the logs there"
+            + (f" (last seen: {seen})" if seen else "")
+            + ". Every replica must make this call"
         ) from error
+    if verdict:
+        replicas.part()
     if verdict.get("same"):
         assert error is not None
         return  # and what was raised here goes on
@@ -126,10 +133,7 @@ def _compare_calls(shown: list[dict[str, Any]], noun: str) -> dict[str, Any]:
     calls = [entry["call"] for entry in shown]
     if len(set(calls)) > 1:
         odd, usual = _odd(calls)
-        text = (
-            f"{who(odd, noun)} came to {calls[odd[0]]} while the others came to {usual}; make the same calls in the "
-            f"same order on every {noun}"
-        )
+        text = f"{who(odd, noun)} came to {calls[odd[0]]} while the others came to {usual}; {same_calls(noun)}"
         return {"kind": "RuntimeError", "text": text}
     errors = [entry["error"] for entry in shown]
     if any(errors):

@@ -6,11 +6,12 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from hdet.board import same_calls
 from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.replicas import Replicas
 
@@ -29,17 +30,27 @@ def check_same_replica(saved: dict[str, Any], replicas: Replicas) -> None:
 class Claim:
     """Something that must be the same on every replica: what it is, what to do if not, and its value here.
 
-    A value that is a checksum is compared and not shown.
+    A value that is a checksum is compared and not shown; one that counts `words` is shown as one of them.
     """
 
     name: str
     remedy: str
     value: float
     checksum: bool = False
+    words: Sequence[str] = ()
+
+    def show(self, value: float) -> str:
+        """A replica's value of this."""
+        return self.words[int(value)] if self.words else f"{value:.12g}"
+
+
+Call = Literal["the end of a round", "ensemble.converge()", "ensemble.finish()", "ensemble.consensus()"]
+"""What has brought a replica to where all are compared."""
 
 
 def agree(
     replicas: Replicas,
+    call: Call,
     step: int,
     layout: int,
     options: Sequence[object],
@@ -53,11 +64,11 @@ def agree(
 
     Args:
         replicas: who.
-        step, layout, options, hyperparameters: what must be the same.
+        call, step, layout, options, hyperparameters: what must be the same.
         numbers: what else this replica has to say.
         ended: whether a replica with these numbers may be elsewhere.
     """
-    mine = claims(step, layout, options, hyperparameters)
+    mine = claims(call, step, layout, options, hyperparameters)
 
     def gather(claims: Sequence[Claim], more: Tensor) -> list[list[float]]:
         values = torch.tensor([c.value for c in claims], dtype=torch.float64, device=more.device)
@@ -75,11 +86,14 @@ def agree(
     return [row[len(mine) :] for row in table]
 
 
-def claims(step: int, layout: int, options: Sequence[object], hyperparameters: Sequence[Hyperparameter]) -> list[Claim]:
+def claims(
+    call: Call, step: int, layout: int, options: Sequence[object], hyperparameters: Sequence[Hyperparameter]
+) -> list[Claim]:
     """What the replicas compare before they average. Always as many, whatever the replica was given."""
     explored = [(h.name, h.spread, h.ladder, len(list(h.bases()))) for h in hyperparameters]
     total = math.fsum(claim.value for claim in base_claims(hyperparameters))
     return [
+        Claim("the call", same_calls(), get_args(Call).index(call), words=get_args(Call)),
         Claim("the step", _SAME_STEPS, step),
         Claim("the tensors to average", "build the same model and optimizer", layout, checksum=True),
         Claim("the ensemble's options", _SAME_ARGUMENTS, checksum([*options, *explored]), checksum=True),
@@ -118,7 +132,7 @@ def check_agreement(
         first = next(iter(values), 0)
         odd = [rank for rank, value in values.items() if not same(value, values[first])]
         if odd:
-            each = [f"{values[rank]:.12g} on replica {rank}" for rank in (first, odd[0])]
+            each = [f"{claim.show(values[rank])} on replica {rank}" for rank in (first, odd[0])]
             told = f"replica {odd[0]} differs from replica {first}" if claim.checksum else ", ".join(each)
             raise RuntimeError(f"the replicas disagree on {claim.name}: {told}; {claim.remedy}")
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hdet.checkpoint.optimizer_entries import state_problems
 from hdet.ensemble import Ensemble
 from hdet.hooks import innermost, unwrap
 
@@ -195,7 +196,7 @@ def _optimizer_problems(optimizer: Any, saved: Mapping[str, Any], names: Mapping
     numbers = {number for group in saved["state"]["param_groups"] for number in group["params"]}
     if not set(saved["state"]["state"]) <= numbers or len(numbers) != sum(map(len, ours)):
         found.append("its state is not that of its parameters")
-    return found
+    return found or state_problems(optimizer, saved["state"], [row[0] for row in chain(*ours)])
 
 
 def _tensor_problems(name: str, ours: Any, saved: Any) -> list[str]:

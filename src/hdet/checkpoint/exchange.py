@@ -10,6 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hdet.agreement.agreement import settle
+from hdet.checkpoint.folder import FullDiskError
+from hdet.checkpoint.in_use import FolderInUseError
 from hdet.ensemble import Ensemble
 from hdet.replicas import Replicas, find_replicas
 
@@ -26,6 +29,12 @@ def replicas_of(ensemble: Ensemble | None, process_group: dist.ProcessGroup | No
     finally:
         if ensemble is None or ensemble.replicas.ranks is not replicas:  # before the first step it has none to keep
             replicas.close()
+
+
+def come_to(call: str, replicas: Replicas) -> None:
+    """Before the first collective: see that all replicas make this call. Others that meet this one's could crash."""
+    if replicas.size > 1:
+        settle(replicas, call, {})
 
 
 def exchange(replicas: Replicas, message: Any, device: torch.device) -> list[Any]:
@@ -71,4 +80,8 @@ def together(replicas: Replicas, device: torch.device, failed: str, work: Callab
 
 
 def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return (
+        str(error)
+        if isinstance(error, (ValueError, FolderInUseError, FullDiskError))
+        else f"{type(error).__name__}: {error}"
+    )

@@ -10,6 +10,8 @@ The folder gets its name, by one rename, when all of it is on the disk.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -23,12 +25,25 @@ from typing import Any, BinaryIO
 
 import torch
 
+from hdet.checkpoint.in_use import hold
+
 SHARED = "shared.pt"
 _MANIFEST = "checkpoint.json"
 _VERSION = 1
 _NAME = re.compile(r"(\d{6,})-step-\d+")
 _UNFINISHED = ".unfinished-"
 _CHUNK = 1 << 20
+
+
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota of the disk is used up",
+    errno.EFBIG: "a file may not be that large here",
+}
+
+
+class FullDiskError(Exception):
+    """There is no room for a checkpoint."""
 
 
 class DamagedError(Exception):
@@ -68,11 +83,16 @@ def candidates(path: Path) -> list[Path]:
 # Writing
 
 
-def begin(path: Path) -> Path:
-    """Make `path`, clear away what a kill left behind, and begin a new checkpoint in a temporary folder."""
+def begin(path: Path, owner: Any, lone: bool = False) -> Path:
+    """Make `path`, clear away what a kill left behind, and begin a new checkpoint in a temporary folder.
+
+    Raises:
+        FolderInUseError: if another process saves there, see `hold()`.
+    """
     if not path.is_dir():
         path.mkdir(parents=True)
         _flush_folder(path.parent)
+    hold(path, owner, lone)
     for name in _names(path):
         if name.startswith(_UNFINISHED):
             shutil.rmtree(path / name, ignore_errors=True)
@@ -82,12 +102,22 @@ def begin(path: Path) -> Path:
 
 
 def write(file: Path, state: Any) -> tuple[int, str]:
-    """Write tensors and plain values to a new file, down to the disk; its size and SHA-256."""
-    with open(file, "xb") as raw:
-        hashed = _Hashed(raw)
-        torch.save(state, hashed)  # type: ignore[arg-type]
-        raw.flush()
-        os.fsync(raw.fileno())
+    """Write tensors and plain values to a new file, down to the disk; its size and SHA-256.
+
+    Raises:
+        FullDiskError: if there is no room for it.
+    """
+    try:
+        with open(file, "xb") as raw:
+            hashed = _Hashed(raw)
+            torch.save(state, hashed)  # type: ignore[arg-type]
+            raw.flush()
+            os.fsync(raw.fileno())
+    except (OSError, RuntimeError) as error:
+        met = error if isinstance(error, OSError) else error.__context__  # torch covers it with an error of its own
+        if isinstance(met, OSError) and met.errno in _FULL:
+            raise FullDiskError(_room(file, _nbytes(state), met)) from error
+        raise
     return hashed.size, hashed.digest.hexdigest()
 
 
@@ -182,6 +212,35 @@ def _looks_whole(folder: Path) -> bool:
         return all((folder / name).stat().st_size == size for name, (size, _) in manifest.files.items())
     except (DamagedError, OSError):
         return False
+
+
+def _room(file: Path, needed: int, met: OSError) -> str:
+    """What there is no room for, and what to do."""
+    free = ""
+    with contextlib.suppress(OSError):
+        free = f", of which {shutil.disk_usage(file.parent).free / 1e6:.1f} MB are free" * (met.errno == errno.ENOSPC)
+    return (
+        f"{_FULL[met.errno or 0]} ({met.strerror}): {file.name} needs about {needed / 1e6:.1f} MB in "
+        f"{file.parent.parent}{free}; make room, keep fewer checkpoints, or save to another path"
+    )
+
+
+def _nbytes(state: Any) -> int:
+    """The memory of all tensors in it, each storage once."""
+    storages: dict[int, int] = {}
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, Mapping):
+            for item in value.values():
+                add(item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                add(item)
+
+    add(state)
+    return sum(storages.values())
 
 
 class _Hashed:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hdet.checkpoint import entries as contents
 from hdet.checkpoint import folder, random_state
 from hdet.checkpoint.ensemble_state import with_common, with_losses, without_common, without_replica
-from hdet.checkpoint.exchange import exchange, replicas_of, together
+from hdet.checkpoint.exchange import come_to, exchange, replicas_of, together
 from hdet.checkpoint.mean import mean
 from hdet.replicas import Replicas, collective_device
 from hdet.restore import Generators
@@ -79,9 +79,11 @@ def load(
     ensemble = contents.find_ensemble(found)
     notices: list[str] = []
     with replicas_of(ensemble, process_group) as replicas, nullcontext() if ensemble is None else ensemble.saving():
+        come_to("hdet.load", replicas)
         try:
             loaded = _Reader(replicas, Path(path), found, mine, notices).load()
         finally:
+            torch.clear_autocast_cache()  # the caller's autocast keeps casts of the old weights until it ends
             for notice in notices:
                 warnings.warn(notice, stacklevel=2)
     if ensemble is not None and loaded is not None:

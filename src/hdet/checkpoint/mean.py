@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hdet.converge import has_numbers
+
 _COUNTER = "step"  # of an optimizer: never averaged
 
 
@@ -25,7 +27,7 @@ def mean(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         total = total or {name: dict(entry) for name, entry in state.items()}
         _add_missing(total, state)
         for place, tensor in _places(state):
-            wide = tensor.to(torch.promote_types(tensor.dtype, torch.float64))
+            wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
             sums[place] = sums[place] + wide if place in sums else wide.clone()
             counts[place] += 1
     for place, tensor in list(_places(total)):
@@ -62,5 +64,5 @@ def _places(state: Mapping[str, Any]) -> Iterable[tuple[tuple[Any, ...], Tensor]
         else:
             continue
         for place, value in found.items():
-            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+            if isinstance(value, Tensor) and has_numbers(value):
                 yield place, value

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from hdet.arguments import check_count
 from hdet.checkpoint import entries as contents
-from hdet.checkpoint import folder, random_state
+from hdet.checkpoint import folder, in_use, random_state
 from hdet.checkpoint.ensemble_state import losses_of, without_common
-from hdet.checkpoint.exchange import replicas_of, together
+from hdet.checkpoint.exchange import come_to, replicas_of, together
 from hdet.ensemble import Ensemble
 from hdet.replicas import Replicas, collective_device
 
@@ -61,6 +61,7 @@ def save(
     ensemble = contents.find_ensemble(found)
     device = collective_device(contents.tensors_of(found))
     with replicas_of(ensemble, process_group) as replicas:
+        come_to("hdet.save", replicas)
         writer = _Writer(replicas, device, Path(path), found, mine, ensemble)
         writer.check(step, keep)
         written = writer.write(keep)
@@ -103,8 +104,10 @@ class _Writer:
         """All of it, down to the disk; the folder of the checkpoint."""
         first = self._replicas.rank == 0
         temporary: Path | None = None
+        if first and self._ensemble is not None:
+            self._ensemble._at_end(in_use.let_go)
         try:
-            names = self._together(lambda: folder.begin(self._path).name if first else "")
+            names = self._together(lambda: self._begin() if first else "")
             temporary = self._path / names[0]
             written = self._together(lambda: self._write_files(self._path / names[0]))
             files = {name: tuple(about) for part in written for name, about in part.items()}
@@ -114,9 +117,19 @@ class _Writer:
             if first and temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
+        finally:
+            if self._ensemble is None or self._ensemble.closed or self._ensemble.progress["finished"]:
+                in_use.let_go(self._owner())
         if first:
             _prune(self._path, keep)
         return self._path / str(final[0])
+
+    def _begin(self) -> str:
+        return folder.begin(self._path, self._owner(), lone=self._ensemble is None).name
+
+    def _owner(self) -> object:
+        """Whose run it is: the folder is its own until that is over, or saves to another one."""
+        return self if self._ensemble is None else self._ensemble
 
     def _collect(self, step: int | None, keep: int) -> dict[str, Any]:
         """Fill `_files`; what must be the same on all replicas."""

@@ -1,7 +1,7 @@
 """Controllers: what moves the scales of the explored hyperparameters between rounds."""
 
 from hdet.controllers.auto import Auto
-from hdet.controllers.evidence import words
+from hdet.controllers.evidence import words, words_not_learning
 from hdet.controllers.fixed import Fixed
 from hdet.controllers.line_search import LineSearch
 from hdet.controllers.report import Controller, Observation, Plan, Report, State, check_state, plan
@@ -26,4 +26,5 @@ __all__ = [
     "check_state",
     "plan",
     "words",
+    "words_not_learning",
 ]

@@ -23,10 +23,11 @@ _LEAST_TAIL = 2000  # steps of a run that its end is averaged in: in shorter one
 class Auto:
     """Learning rates by a line search in short runs and before the run in long ones; everything else by slopes.
 
-    - Learning rates (`learning_rate`, and `learning_rate/...` by parameter group) in a run of at most `short` steps:
-      the neutral `LineSearch`.
-    - Learning rates in longer runs, and in runs of unknown length: found before the first step, then left to the
-      schedule. They are not fanned out. Late in a long run a round says nothing about the rate.
+    - Learning rates (`learning_rate`, and `learning_rate/...` by parameter group) in a run of at most `short` steps on
+      several replicas: the neutral `LineSearch`.
+    - Learning rates in longer runs, in runs of unknown length, and with one replica, where there is nothing to compare:
+      found before the first step, then left to the schedule. They are not fanned out. Late in a long run a round says
+      nothing about the rate.
     - Every other hyperparameter: `Slope`.
 
     Designs: the line search is right only for what varied alone. So when a short run explores a learning rate together
@@ -48,8 +49,8 @@ class Auto:
 
     >>> Auto().plan(["learning_rate", "weight_decay"], 400).design
     'turns'
-    >>> Auto().plan(["learning_rate"], 8000).finds
-    True
+    >>> Auto().plan(["learning_rate"], 8000).finds, Auto().plan(["learning_rate"], 400, replicas=1).finds
+    (True, True)
     """
 
     line_search: LineSearch = field(default_factory=LineSearch)
@@ -72,13 +73,13 @@ class Auto:
             check_number(name, getattr(self, name), rule)
         check_count("interval", self.interval)
 
-    def plan(self, names: Sequence[str], total_steps: int | None) -> Plan:
-        """What was picked for each hyperparameter, and the rounds that this needs."""
+    def plan(self, names: Sequence[str], total_steps: int | None, replicas: int | None = None) -> Plan:
+        """What was picked for each hyperparameter, and the rounds that this needs; of several replicas by default."""
         rates, others = _rates(names), _others(names)
         slope = self.slope.plan(others, total_steps)
         if not rates:
             return slope
-        if self._is_short(total_steps):
+        if self._is_short(total_steps) and replicas != 1:
             search = self.line_search.plan(rates, total_steps)
             why = f"; a run of {total_steps} steps is short enough for that (at most {self.short})"
             return replace(
@@ -88,12 +89,17 @@ class Auto:
             )
         length = "a run of unknown length" if total_steps is None else f"a run of {total_steps} steps"
         where = "to be found before the first step, then left" if self.finds else "left"
-        why = (
-            f"{where} to the schedule: in {length} a line search costs more than it finds (it is for at most "
-            f"{self.short} steps), and late rounds say nothing about the rate"
+        because = (
+            f"in {length} a line search costs more than it finds (it is for at most {self.short} steps), and late "
+            "rounds say nothing about the rate"
         )
+        if self._is_short(total_steps):
+            because = "with one replica there is nothing to compare, which a line search would need"
+        why = f"{where} to the schedule: {because}"
         if self.outer_step < 1:
-            why += f"; converge takes {self.outer_step:g} of each round's way, which forgives a high rate"
+            why += (
+                f"; converge takes {self.outer_step:g} of each round's update, which tolerates rates that are too high"
+            )
         return replace(
             slope,
             interval=self.interval,

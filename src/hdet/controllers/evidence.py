@@ -138,6 +138,15 @@ def words_unexplored(name: str, scale: float) -> str:
     return f"{name}: not explored" if scale == 1.0 else f"{name}: {_factor(scale)}, not explored"
 
 
+def words_not_learning(name: str, scale: float) -> str:
+    """What is said while the losses are no lower than at the start: where it is, and that this shows nothing.
+
+    >>> words_not_learning("learning_rate", 2.75)
+    'learning_rate: x2.75, but the losses have not clearly fallen since the start'
+    """
+    return f"{name}: {_factor(scale)}, but the losses have not clearly fallen since the start"
+
+
 def _factor(factor: float) -> str:
     return f"x{factor:.{_decimals(factor)}f}"
 

@@ -52,14 +52,18 @@ class LineSearch:
         A, B = their means over rounds, the last one with the weight 1 - smoothing, bias-corrected
         R = -A / 2B                                  the vertex; `reach` if B <= 0 > A, 1 / `reach` if A >= 0
         d = log(R / target)
-        scale <- scale * exp(clip(step_size * d, -max_step, max_step))
+        scale <- scale * exp(max(0, 2 h - 1) * clip(step_size * d, -max_step, max_step))
 
     The target is the vertex that the rate is moved to. At R = 1 the round ended at the lowest point of its line: the
     "greedy" target, which is short-sighted and ends with small rates. At R = 1/2 it went twice as far and neither
     gained nor lost: "neutral". While the schedule rises it will raise the rate by itself, so with f = base / peak
-    d <- max(0, d + log f) if d > 0. When the step size changes by a factor q, A and B become A q and B q^2: the same
-    line, measured in new steps. A negative B does not grow that way: on a hill the scale rises by the most it may, and
-    with it B q^2 would outweigh all that later rounds can say, for good. `hills=True` lets it.
+    d <- max(0, d + log f) if d > 0. Where it falls, the rate is to be annealed, of which a round's line knows nothing:
+    with h = base / highest base so far the step is taken 2 h - 1 times, up and down alike, and below half of the
+    highest base the scale rests. So the rate ends at most twice as high, relative to its peak, as the schedule.
+
+    When the step size changes by a factor q, A and B become A q and B q^2: the same line, measured in new steps. A
+    negative B does not grow that way: on a hill the scale rises by the most it may, and with it B q^2 would outweigh
+    all that later rounds can say, for good. `hills=True` lets it.
 
     It is for learning rates. Several, one for each parameter group, are explored in turns, as the fit is right only for
     what varied alone. In such a turn the other groups move too: L_0 does not lie on the group's line, and the fit has a
@@ -125,11 +129,11 @@ class LineSearch:
     def init(self, names: Sequence[str]) -> State:
         """Every scale is 1, and no round has been seen.
 
-        `slope` and `curvature` are A and B, `at` the step size (base * scale) that they were measured at, and the
-        scatters the weighted sums over rounds of (a - A)^2, (a - A) (b - B) and (b - B)^2. `products` is the sum of
-        a b, with the squares of the weights. `target` is there to be seen in the records.
+        `slope` and `curvature` are A and B, `at` the step size (base * scale) that they were measured at, `highest` the
+        highest base so far, and the scatters the weighted sums over rounds of (a - A)^2, (a - A) (b - B) and (b - B)^2.
+        `products` is the sum of a b, with the squares of the weights. `target` is there to be seen in the records.
         """
-        seen = {"slope": 0.0, "curvature": 0.0, "at": 0.0, "rounds": 0.0, **dict.fromkeys(_SUMS, 0.0)}
+        seen = {"slope": 0.0, "curvature": 0.0, "at": 0.0, "highest": 0.0, "rounds": 0.0, **dict.fromkeys(_SUMS, 0.0)}
         return {name: {"scale": 1.0, "target": _VERTEX[self.target], **seen, **NOTHING} for name in names}
 
     def update(self, state: State, report: Report) -> State:
@@ -146,17 +150,19 @@ class LineSearch:
 
     def _move(self, entry: dict[str, float], seen: Observation, rises: Sequence[float], fit: Fit) -> dict[str, float]:
         fitted = fit(seen.multipliers, rises) if seen.explored else None
-        if fitted is None:
+        highest = max(seen.base, entry["highest"])
+        share = 2 * seen.base / highest - 1 if highest > 0 else 0.0
+        if fitted is None or share <= 0:
             return entry
         carried = self._carried(entry, seen.base * entry["scale"])
-        after = self._averaged(carried, *fitted)
+        after = {**self._averaged(carried, *fitted), "highest": highest}
         if after["slope"] == 0.0 and after["curvature"] == 0.0:
             return after
         found = math.log(self._vertex(after["slope"], after["curvature"]) / _VERTEX[self.target])
         distance = found
         if distance > 0 and seen.peak and seen.next_base > seen.base:
             distance = max(0.0, distance + math.log(seen.base / seen.peak))
-        step = min(max(self.step_size * distance, -self.max_step), self.max_step)
+        step = share * min(max(self.step_size * distance, -self.max_step), self.max_step)
         # Not moved, not bounded: a scale that someone else has put outside is not this round's business.
         before = entry["scale"]
         scale = seen.bounded(before * math.exp(step), self.max_scale, before) if step else before

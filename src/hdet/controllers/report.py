@@ -6,6 +6,7 @@ returns the same state on every replica, without traffic.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from hdet.assignment import Design
 
 State = dict[str, dict[str, float]]
 """By hyperparameter name: at least `scale`, and whatever else the controller remembers."""
+
+_ADDED = ("highest",)  # entries that older states lack: they go on from the initial values
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,9 @@ class Controller(Protocol):
     """Steers the scales of the explored hyperparameters; see `hdet.Softmax` for one to read.
 
     Two things may be added: `needs_probe = True` if it cannot do without one, and `plan(names, total_steps)`, which
-    returns a `Plan`. State entries named `estimate` and `error` are shown in the records as its confidence: the
-    logarithm of the factor by which it finds the scale to be off, and the standard error of that.
+    returns a `Plan`; with a third parameter, `replicas`, it is told how many there are, None if that is not known yet.
+    State entries named `estimate` and `error` are shown in the records as its confidence: the logarithm of the factor
+    by which it finds the scale to be off, and the standard error of that.
     """
 
     @property
@@ -128,8 +132,8 @@ class Controller(Protocol):
 _A_PART = Rule(lambda x: 0 <= x <= 1, "lie in [0, 1]", "0.5")
 
 
-def plan(controller: Controller, names: Sequence[str], total_steps: int | None) -> Plan:
-    """What `controller` wants of a run; nothing special if it does not say.
+def plan(controller: Controller, names: Sequence[str], total_steps: int | None, replicas: int | None = None) -> Plan:
+    """What `controller` wants of a run on so many replicas, if that is known; nothing special if it does not say.
 
     Raises:
         TypeError, ValueError: if it wants what cannot be.
@@ -137,7 +141,8 @@ def plan(controller: Controller, names: Sequence[str], total_steps: int | None) 
     own = getattr(controller, "plan", None)
     if own is None:
         return Plan()
-    wanted, who = own(names, total_steps), f"{type(controller).__name__}.plan"
+    more = {"replicas": replicas} if "replicas" in inspect.signature(own).parameters else {}
+    wanted, who = own(names, total_steps, **more), f"{type(controller).__name__}.plan"
     if not isinstance(wanted, Plan):
         raise TypeError(f"{who} must return an hdet.Plan, got {wanted!r}; write hdet.Plan(interval=10)")
     if wanted.interval is not None:
@@ -185,13 +190,22 @@ def check_state(state: Any, like: State) -> State:
             f"the saved controller state is for the hyperparameters {_names(state)}, this ensemble explores "
             f"{_names(like)}; explore the same ones to resume"
         )
+    state = {name: _with_added(state[name], entry) for name, entry in like.items()}
     for name, entry in like.items():
         if not isinstance(state[name], dict) or set(state[name]) != set(entry):
             raise ValueError(
                 f"the saved state of {name} holds {_names(state[name])}, this controller needs {_names(entry)}; "
                 "resume with the controller, and the version of hdet, that wrote it"
             )
-    return {name: {key: float(value) for key, value in entry.items()} for name, entry in state.items()}
+    return {name: {key: float(state[name][key]) for key in entry} for name, entry in like.items()}
+
+
+def _with_added(entry: Any, like: Mapping[str, float]) -> Any:
+    """A saved entry, with what an older state lacks."""
+    if not isinstance(entry, dict):
+        return entry
+    whole = {**{key: like[key] for key in _ADDED if key in like}, **entry}
+    return whole if set(whole) == set(like) else entry
 
 
 def _names(state: Any) -> list[str]:

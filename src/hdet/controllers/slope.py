@@ -18,6 +18,8 @@ _RULES = {
     "max_scale": Rule(lambda x: 1 <= x < math.inf, "be at least 1 and finite", "1e6"),
 }
 _MOST = 700.0  # exp() of more overflows
+_ODD = 3.0  # times the rms of the rounds before: a slope counts as no more, once so many
+_FEW = 5  # rounds were seen
 _SINGULAR = 1e-9  # on a scale on which the pivot of an orthogonal design is 1
 
 
@@ -31,10 +33,11 @@ class Slope:
         m = mean over rounds of g, weights momentum^k    v = mean over rounds of g^2, weights smoothing^k
         log(scale_h) <- log(scale_h) - step_size * m_h / sqrt(v_h)
 
-    Both means are bias-corrected; where v is 0, nothing moves. Hyperparameters that did not vary in this round are left
-    out and left alone. With too few replicas to tell all of them apart, or a round that happened to confound them, each
-    is fitted alone, g_h = cov(u_h, L) / var(u_h); over many rounds the others then average out. Replicas whose score is
-    not finite are left out.
+    Both means are bias-corrected; where v is 0, nothing moves. From the sixth round on a slope counts as 3 sqrt(v) at
+    most: one odd loss would make v so large that nothing moves any more. Hyperparameters that did not vary in this
+    round are left out and left alone. With too few replicas to tell all of them apart, or a round that happened to
+    confound them, each is fitted alone, g_h = cov(u_h, L) / var(u_h); over many rounds the others then average out.
+    Replicas whose score is not finite are left out.
 
     Its confidence: a slope says where to, not how far. `estimate` is -m / rms, the mean slope in units of the slopes
     seen: 1 (a factor e) when all rounds agree that the scale is too low, 0 when they cancel; `error` is the standard
@@ -97,6 +100,9 @@ class Slope:
         return {**state, **moved}
 
     def _move(self, entry: dict[str, float], seen: Observation, slope: float, step_size: float) -> dict[str, float]:
+        if entry["rounds"] >= _FEW and entry["square"]:
+            most = _ODD * math.sqrt(entry["square"])
+            slope = min(max(slope, -most), most)
         rounds = entry["rounds"] + 1
         mean = new_mean(entry["slope"], slope, rounds, self.momentum)
         square = new_mean(entry["square"], slope * slope, rounds, self.smoothing)

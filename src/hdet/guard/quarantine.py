@@ -6,25 +6,55 @@ Each replica says how it is in the one small vector that all gather anyway; from
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hdet.board import counted, who
 from hdet.converge import copy_from, layout
-from hdet.guard.gradients import finite
+from hdet.guard.gradients import flags, looked_at
 from hdet.judge import Judged
 from hdet.replicas import Replicas
 
 _WELL, _SICK, _ENDED = 1.0, 0.0, -1.0
-NUMBERS = 5  # how it is, steps skipped, the layout of its optimizer state, its step, whether its round is full
+
+
+class Condition(NamedTuple):
+    """How one replica is, in the numbers that it tells the others.
+
+    Attributes:
+        how: whether all of it that the guard looks at is finite, or its data have ended.
+        skipped: steps whose gradient was not finite.
+        layout: of its optimizer state.
+        step: where it is.
+        full: whether its round is full.
+        odd: which of `looked_at()` is the first that is not finite; -1 for none.
+        spoiled: which of the statistics is the first that was finite at the round's start and is not now; -1 for none.
+        several: how many of them.
+        left: how many of these have no finite value to go back to.
+    """
+
+    how: float
+    skipped: float
+    layout: float
+    step: float
+    full: float
+    odd: float = -1.0
+    spoiled: float = -1.0
+    several: float = 0.0
+    left: float = 0.0
+
+
+NUMBERS = len(Condition._fields)
 
 
 def condition(
-    weights: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     state: Sequence[Tensor],
+    spoiled: Tensor,
     skipped: Tensor | int,
     device: torch.device,
     *,
@@ -32,38 +62,141 @@ def condition(
     step: int,
     full: bool,
 ) -> Tensor:
-    """How this replica is, in `NUMBERS` numbers on `device`; looks at these weights and this state only."""
-    vector = torch.tensor([_WELL, 0, layout(state), step, full], dtype=torch.float64, device=device)
-    vector[0] = _ENDED if ended else finite([*weights, *state], device)
+    """How this replica is: a `Condition` on `device`, without a host read.
+
+    Args:
+        tensors: what is looked at, optimizer state included.
+        state: all optimizer state.
+        spoiled: its statistics; see `Statistics.spoiled`.
+        skipped: steps whose gradient was not finite.
+        device: where the numbers go.
+        ended: whether its data have ended.
+        step: where it is.
+        full: whether its round is full.
+    """
+    told = Condition(_WELL, 0, layout(state), step, full)
+    vector = torch.tensor(told, dtype=torch.float64, device=device)
+    fine = flags(tensors, device)
+    vector[0] = _ENDED if ended else fine.all().double()
     vector[1] = skipped
+    vector[5] = first(~fine)
+    vector[6:] = spoiled.to(device)
     return vector
 
 
-class Statistics:
-    """A model's floating-point buffers as they were at the start of a round.
+def first(odd: Tensor) -> Tensor:
+    """The number of the first that holds; -1 if none does. No host read."""
+    if not odd.numel():
+        return torch.tensor(-1, device=odd.device)
+    return torch.where(odd.any(), odd.to(torch.int32).argmax(), -1)
 
-    A batch of NaN makes BatchNorm's statistics NaN although the step is skipped, and DDP gives the first replica's to
-    all: weights that are finite are not to be given up for that.
+
+class Spoiled(NamedTuple):
+    """Which of the statistics are spoiled.
+
+    Attributes:
+        number: of the first one among `looked_at()`; -1 for none.
+        several: how many.
+        left: how many of these have no finite value to go back to.
     """
 
-    def __init__(self) -> None:
-        self._kept: list[Tensor] = []
+    number: int
+    several: int
+    left: int
+
+
+NOT_SPOILED = Spoiled(-1, 0, 0)
+Moment = Literal["round", "loaded", "late"]
+
+
+class Statistics:
+    """What can be spoiled without a loss that shows it, such as a model's floating-point buffers.
+
+    A batch of NaN makes BatchNorm's statistics NaN although the step is skipped, and DDP gives the first replica's to
+    all: weights that are finite are not to be given up for that. What was not finite before the round, such as a mask
+    of minus infinity, is as it is meant to be.
+
+    Args:
+        mends: keep a copy of them, so that they can be put back.
+    """
+
+    def __init__(self, mends: bool) -> None:
+        self._mends = mends
+        self._layout: list[tuple[torch.Size, torch.dtype]] = []
+        self._fine: Tensor | None = None  # which were finite once
+        self._good: Tensor | None = None  # whose copies are finite
+        self._copies: list[Tensor] = []
 
     @torch.no_grad()
-    def keep(self, buffers: Sequence[Tensor]) -> None:
-        """Remember them, if they are finite."""
-        if buffers and bool(finite(buffers, torch.device("cpu"))):
-            self._kept = [b.detach().clone() for b in buffers]
+    def keep(self, tensors: Sequence[Tensor], moment: Moment = "round") -> None:
+        """Remember how they are.
+
+        Args:
+            tensors: the statistics.
+            moment: at the start of a "round"; when they were "loaded", and those that were finite before may be
+                spoiled; or "late", after a first forward pass, which may have spoiled them.
+        """
+        found, known = looked_at(tensors), self._fine is not None and self._fits(tensors)
+        fine = flags(tensors, tensors[0].device) if tensors else None
+        good, copies = fine, [t.detach().clone() for t in found] if self._mends else []
+        if moment != "round" and known and fine is not None and self._fine is not None:
+            if moment == "late" and self._mends and self._good is not None:
+                for number, (new, old) in enumerate(zip(copies, self._copies, strict=True)):
+                    copies[number] = torch.where(fine[number].to(new.device), new, old.to(new.device))
+                good = fine | self._good.to(fine.device)
+            fine = fine | self._fine.to(fine.device)
+        self._layout, self._fine, self._good, self._copies = [(t.shape, t.dtype) for t in tensors], fine, good, copies
 
     @torch.no_grad()
-    def mend(self, buffers: Sequence[Tensor]) -> bool:
-        """Put them back, if they are not finite and were; whether that was done."""
-        same = [(b.shape, b.dtype) for b in buffers] == [(k.shape, k.dtype) for k in self._kept]
-        if not (buffers and same) or bool(finite(buffers, torch.device("cpu"))):
-            return False
-        for buffer, kept in zip(buffers, self._kept, strict=True):
-            buffer.copy_(kept)
-        return True
+    def mend(self, tensors: Sequence[Tensor]) -> Spoiled:
+        """Put back those that are spoiled and of which there is a finite copy. Read from the device."""
+        odd = self._odd(tensors)
+        if odd is None or self._good is None:
+            return NOT_SPOILED
+        numbers = odd.nonzero().flatten().tolist()
+        if not numbers:
+            return NOT_SPOILED
+        good, found = self._good.tolist(), looked_at(tensors)
+        for number in numbers:
+            if good[number]:
+                found[number].copy_(self._copies[number])
+        self._fine = self._good  # what has no finite value is told once
+        return Spoiled(numbers[0], len(numbers), sum(not good[number] for number in numbers))
+
+    def spoiled(self, tensors: Sequence[Tensor]) -> Tensor:
+        """A `Spoiled` of those that were finite and are not now. No host read."""
+        odd = self._odd(tensors)
+        if odd is None:
+            return torch.tensor(NOT_SPOILED)
+        return torch.stack([first(odd), odd.sum(), torch.zeros_like(odd.sum())])
+
+    def _odd(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        """Which of `looked_at()` were finite and are not now; None if it is not known how they were."""
+        if self._fine is None or not self._fits(tensors):
+            self.forget()
+            return None
+        fine = flags(tensors, self._fine.device)
+        odd = self._fine & ~fine
+        self._fine = self._fine | fine
+        return odd
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is known how they were."""
+        return self._fine is not None
+
+    def forget(self) -> None:
+        """They are others now, or are spoiled for good."""
+        self._fine = None
+
+    def were_finite(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those that were finite at the start of the round. Read from the device."""
+        if self._fine is None or not self._fits(tensors):
+            return list(tensors)
+        return [t for t, fine in zip(looked_at(tensors), self._fine.tolist(), strict=True) if fine]
+
+    def _fits(self, tensors: Sequence[Tensor]) -> bool:
+        return [(t.shape, t.dtype) for t in tensors] == self._layout
 
 
 @dataclass(frozen=True)
@@ -78,6 +211,9 @@ class Census:
         same_state: their optimizers hold the same kinds of state.
         step: the step of those whose data have not ended; the last one of all, if there are none.
         full: whether their round is full.
+        odd: by sick replica, which of what is looked at is the first that is not finite; -1 if its score alone is not.
+        spoiled: by replica, which of the statistics were spoiled in this round.
+        scores: the mean losses of all, whether they count or not.
     """
 
     healthy: tuple[int, ...]
@@ -87,6 +223,9 @@ class Census:
     same_state: bool = True
     step: int = 0
     full: bool = False
+    odd: Mapping[int, int] = field(default_factory=dict)
+    spoiled: Mapping[int, Spoiled] = field(default_factory=dict)
+    scores: tuple[float, ...] = ()
 
     @property
     def all_well(self) -> bool:
@@ -152,25 +291,45 @@ class Census:
 def take_census(table: Sequence[Sequence[float]], judged: Judged, guarded: bool) -> Census:
     """What the gathered conditions say, the last `NUMBERS` numbers of each row.
 
-    A score that is not finite is a symptom too, unless that would leave nobody.
+    Statistics that cannot be put back and a score that is not finite are symptoms too, unless that would leave nobody.
     """
-    rows = [row[-NUMBERS:] for row in table]
-    ended = tuple(rank for rank, row in enumerate(rows) if row[0] == _ENDED)
-    sick = {rank for rank, row in enumerate(rows) if _SICK <= row[0] < _WELL}
+    rows = [Condition(*row[-NUMBERS:]) for row in table]
+    ended = tuple(rank for rank, row in enumerate(rows) if row.how == _ENDED)
+    sick = {rank for rank, row in enumerate(rows) if _SICK <= row.how < _WELL}
+    symptoms = [{rank for rank, row in enumerate(rows) if row.left}]
     if guarded and judged.given:
-        suspect = {rank for rank, score in enumerate(judged.scores) if not math.isfinite(score)} | sick
+        symptoms.append({rank for rank, score in enumerate(judged.scores) if not math.isfinite(score)})
+    for found in symptoms:
+        suspect = found | sick
         sick = suspect if len(suspect - set(ended)) < len(rows) - len(ended) else sick
-    healthy = tuple(rank for rank in range(len(rows)) if rank not in sick and rank not in ended)
-    skipped = tuple(int(row[1]) for row in rows)
-    same = len({row[2] for row in rows}) == 1
-    present = [row for row in rows if row[0] != _ENDED]
-    step, full = int(max(row[3] for row in present or rows)), bool(present) and all(row[4] for row in present)
-    return Census(healthy, tuple(sorted(sick - set(ended))), ended, skipped, same, step, full)
+    sick -= set(ended)
+    present = [row for row in rows if row.how != _ENDED]
+    return Census(
+        healthy=tuple(rank for rank in range(len(rows)) if rank not in sick and rank not in ended),
+        sick=tuple(sorted(sick)),
+        ended=ended,
+        skipped=tuple(int(row.skipped) for row in rows),
+        same_state=len({row.layout for row in rows}) == 1,
+        step=int(max(row.step for row in present or rows)),
+        full=bool(present) and all(row.full for row in present),
+        odd={rank: int(rows[rank].odd) for rank in sorted(sick)},
+        spoiled={
+            rank: Spoiled(int(row.spoiled), int(row.several), int(row.left))
+            for rank, row in enumerate(rows)
+            if row.several
+        },
+        scores=judged.scores,
+    )
 
 
 def ended(row: Sequence[float]) -> bool:
     """Whether a replica that gathered this row has no more data."""
-    return row[-NUMBERS] == _ENDED
+    return Condition(*row[-NUMBERS:]).how == _ENDED
+
+
+def full(row: Sequence[float]) -> bool:
+    """Whether the round of a replica that gathered this row is full."""
+    return bool(Condition(*row[-NUMBERS:]).full)
 
 
 def restore_state(census: Census, state: Sequence[Tensor], replicas: Replicas, own: bool = False) -> None:

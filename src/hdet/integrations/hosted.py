@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,6 +86,8 @@ class Hosted:
         options = {**self._options, "total_steps": total_steps}
         options["on_round"] = [*options.get("on_round", ()), tell]
         self.ensemble = Ensemble(inner, given, model=model, **options)
+        # Nobody can forget to call step() here, and one batch of a host may be many optimizer steps.
+        self.ensemble._engine.fan_out.patience = math.inf
         self._beside = Beside(self.ensemble, {"ensemble": self.ensemble}, own)
         return self.ensemble
 

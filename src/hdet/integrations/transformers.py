@@ -16,9 +16,11 @@ from transformers.training_args import ParallelMode
 from hdet.ensemble import Ensemble
 from hdet.integrations.hosted import Given, Hosted
 from hdet.integrations.overrides import Overrides
+from hdet.record import RoundRecord
 
 _IGNORED = -100  # the label of what is not predicted
 _BESIDE = "hdet"  # the folder within a checkpoint
+_ABOUT_TRAINING = ("loss", "train_runtime")  # a key of the Trainer's entries: of its steps, and at the end
 
 
 class HDETCallback(TrainerCallback):  # type: ignore[misc]
@@ -27,7 +29,7 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]
     The Trainer scales a replica's loss by its share of all tokens and shows it to no callback. `attach()` therefore
     looks at `training_step`, and gives the ensemble this replica's own mean loss per token of each optimizer step.
     `evaluate`, `predict` and every saved model are of the consensus; a checkpoint has a folder `hdet` with what each
-    replica needs to go on exactly. The numbers of each round go to `trainer.log`.
+    replica needs to go on exactly. The numbers of the last round are added to the Trainer's own log entries.
 
     Args:
         hyperparameters: what to explore, or a function that is given the optimizer and returns it; by default one joint
@@ -50,6 +52,7 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]
         self._overrides = Overrides()
         self._resumed: str | None = None
         self._loss = _StepLoss()
+        self._untold: dict[str, float] = {}  # numbers of the last round, if no log entry has them yet
 
     @property
     def ensemble(self) -> Ensemble | None:
@@ -79,11 +82,11 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]
                 "instead of callbacks=[HDETCallback(...)]"
             )
         total_steps = state.max_steps if self._hosted.total_steps is None else self._hosted.total_steps
-        self._hosted.start(
-            [trainer.optimizer], trainer.model_wrapped, total_steps, lambda numbers, record: trainer.log(numbers)
-        )
+        self._hosted.start([trainer.optimizer], trainer.model_wrapped, total_steps, self._note)
         self._loss = _StepLoss()
+        self._untold = {}
         self._overrides.restore()
+        self._overrides.replace(trainer, "log", self._logging)
         self._overrides.replace(trainer, "training_step", lambda call: self._loss.watch(trainer, call))
         for name in ("evaluate", "predict"):
             self._overrides.replace(trainer, name, self._on_consensus)
@@ -116,6 +119,27 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]
                 self._hosted.close()
 
         return run
+
+    def _note(self, numbers: dict[str, float], record: RoundRecord) -> None:
+        self._untold = numbers
+
+    def _logging(self, log: Callable[..., Any]) -> Callable[..., Any]:
+        """`trainer.log`, with the numbers of the last round in the entries about training.
+
+        A callback that calls `trainer.log` itself would make the Trainer leave out its own entry of that step.
+        """
+
+        def told(logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            untold = self._untold if any(key in logs for key in _ABOUT_TRAINING) else {}
+            entry = {**logs, **untold}
+            result = log(entry, *args, **kwargs)
+            if untold:
+                self._untold = {}
+            logs.clear()  # as the Trainer leaves it, without ours: train() may return it
+            logs.update({key: value for key, value in entry.items() if key not in untold})
+            return result
+
+        return told
 
     def _on_consensus(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import sys
 
-from hdet.lab.cli import main
+from hdet_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from hdet.lab.errors import FolderError, InterruptedRunError, LabError, OptionError, warnings_in_words
-from hdet.lab.folder import default_folder, read, require_empty
+from hdet.lab.folder import (
+    LINES,
+    default_folder,
+    full_result,
+    hdet_version,
+    read,
+    read_if_good,
+    read_options,
+    require_empty,
+    require_files,
+)
 from hdet.lab.lock import locked
 from hdet.lab.options import CONTROLLERS, EXPLORABLE, OPTIMIZERS, SIZES, RunOptions
 from hdet.lab.plan_command import OPTIONS as PLAN_OPTIONS
@@ -19,6 +29,7 @@ from hdet.lab.plan_command import add_command as add_plan
 from hdet.lab.tasks import TASKS
 from hdet.lab.worker import Job
 from hdet.report.commands import ReportError, add_commands
+from hdet.terminal import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,15 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(argv)
         with warnings_in_words():
             text: str = arguments.command(arguments)
-        print(text, flush=True)
+        say(text)
     except InterruptedRunError as error:
-        print(f"\nhdet: {error}", file=sys.stderr, flush=True)
+        say(f"\nhdet: {error}", sys.stderr)
         if error.threads:
             sys.stdout.flush()
             os._exit(error.exit_code)
         return error.exit_code
     except (LabError, ReportError) as error:
-        print(f"hdet: error: {said(error)}", file=sys.stderr, flush=True)
+        say(f"hdet: error: {said(error)}", sys.stderr)
         return getattr(error, "exit_code", 1)
     except KeyboardInterrupt:
         print("\nhdet: stopped", file=sys.stderr, flush=True)
@@ -87,6 +98,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="hdet", description="Train real tasks with replicas that tune their learning rate.")
+    parser.add_argument("--version", action="version", version=f"hdet {hdet_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
 
     command = _command(commands, "demo", _demo, "a rate 10 times too low, with and without hdet; under three minutes")
@@ -236,16 +248,16 @@ def _resume(arguments: argparse.Namespace) -> str:
     from hdet.lab.summary import summary  # noqa: PLC0415
 
     folder: Path = arguments.folder
-    about = read(folder / "options.json")
-    if about is None or not about["options"].get("checkpoint_every"):
+    options = read_options(folder)
+    if options is None or not options.checkpoint_every:
         raise FolderError(
             f"{folder} is not a run that saves checkpoints; train with --checkpoint-every, for example 100"
         )
-    options = RunOptions.from_json(about["options"])
     if arguments.replicas is not None:
         options = options.replace(replicas=arguments.replicas)
     with locked(folder):
-        if read(folder / "result.json") is None:
+        require_files(folder, [*LINES, "start.json", "weights.pt", "losses.png", "fan.png"])
+        if read_if_good(folder / "result.json", full_result) is None:
             _prepare(arguments)
             options.make_task()
             launch([Job(options, str(folder))], one_process=arguments.in_process)
@@ -264,7 +276,7 @@ def _find_lr(arguments: argparse.Namespace) -> str:
     options.make_task()
     with locked(folder):
         launch([Job(options, str(folder), finds=True)], one_process=arguments.in_process)
-    return f"\n{finder.show(read(folder / 'find_lr.json'), folder)}\nEverything is in {folder}"
+    return f"\n{finder.show(read(folder / 'find_lr.json'), folder)}"
 
 
 def _several(arguments: argparse.Namespace) -> tuple[RunOptions, list[int]]:

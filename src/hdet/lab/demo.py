@@ -73,7 +73,7 @@ def _verdict(results: dict[str, dict[str, Any]], jobs: dict[str, Job]) -> str:
 
 def _cost(folder: Path, result: dict[str, Any]) -> str:
     """What the seconds of a run with `auto` were spent on beside training, from its records."""
-    probed = [record["step"] for record in read_lines(folder / "rounds.jsonl") if record["probe"] is not None]
+    probed = [record["step"] for record in read_lines(folder / "rounds.jsonl") if record.get("probe") is not None]
     if not probed:
         return (
             f"HDET's seconds include {result['finder_steps']} steps\nin which it looked for the rate; they were undone."

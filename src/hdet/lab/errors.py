@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hdet.terminal import say
+
 
 class LabError(Exception):
     """Something the user can mend; the message says how."""
@@ -39,13 +41,15 @@ class InterruptedRunError(LabError):
 
     Attributes:
         threads: whether replicas still run as threads of this process, which ends with them.
+        exit_code: 129 for SIGHUP, otherwise 130.
     """
 
     exit_code = 130
 
-    def __init__(self, message: str, threads: bool = False) -> None:
+    def __init__(self, message: str, threads: bool = False, exit_code: int = 130) -> None:
         super().__init__(message)
         self.threads = threads
+        self.exit_code = exit_code
 
 
 ONE_LINE = {kind.__name__: kind for kind in (OptionError, FolderError, NoRateError, LabError)}
@@ -65,7 +69,7 @@ def warnings_in_words(shown: bool = True) -> Iterator[None]:
         if not issubclass(category, UserWarning) or package not in Path(filename).parents:
             before(message, category, filename, *where, **more)
         elif shown:
-            print(f"hdet: warning: {message}", file=sys.stderr, flush=True)
+            say(f"hdet: warning: {message}", sys.stderr)
 
     warnings.showwarning = show
     try:

@@ -16,8 +16,10 @@ from hdet.lab.folder import RunFolder
 from hdet.lab.options import RunOptions
 from hdet.lab.setup import device, make_probe
 from hdet.lab.status_line import StatusLine
+from hdet.lab.summary import what_next
 from hdet.lab.tables import table
 from hdet.lab.tasks import Task
+from hdet.report.search import commands_after
 
 _SHOWN_EVERY = 10  # steps
 
@@ -70,7 +72,7 @@ def find(options: RunOptions, task: Task, model: nn.Module, optimizer: Optimizer
 
 
 def show(result: dict[str, Any], folder: Path) -> str:
-    """What was found, as a table, and where the picture is."""
+    """What was found, as a table, what speaks against it, where the picture is, and what to do next."""
     (low, high), (lower, _) = result["interval"], result["whole"]
     rows = [
         ["learning rate", f"{result['rate']:.3g}"],
@@ -83,13 +85,17 @@ def show(result: dict[str, Any], folder: Path) -> str:
     ]
     picture = folder / "find_lr.png"
     drawn = f"Picture: {picture}" if picture.exists() else "No picture: it needs matplotlib, pip install 'hdet[lab]'"
-    return f"{table(['found', ''], rows)}\n\n{drawn}"
+    following = what_next([folder], commands_after(result))
+    unsure = "".join(f"Not sure: {doubt}\n" for doubt in result["doubts"])
+    return f"{table(['found', ''], rows)}\n\n{unsure}{drawn}\nEverything is in {folder}\n{following}"
 
 
 def result_of(options: RunOptions, task: Task, peak_lr: float, found: FoundRate) -> dict[str, Any]:
     """What is in find_lr.json: what was found, from a start of `peak_lr`."""
     copied = {name: getattr(options, name) for name in ("task", "size", "seed", "replicas", "optimizer")}
-    result: dict[str, Any] = strict({**copied, "peak_lr": peak_lr, "total_steps": task.steps, **strict(found)})
+    result: dict[str, Any] = strict(
+        {**copied, "peak_lr": peak_lr, "total_steps": task.steps, **strict(found), "sure": found.sure}
+    )
     return result
 
 

@@ -26,6 +26,7 @@ from hdet.lab.errors import ONE_LINE, InterruptedRunError, LabError, ReplicaFail
 from hdet.lab.worker import Job, perform, work
 
 _SECONDS_TO_END = 5
+_SECONDS_TO_HEAR = 1  # replicas end at once when they hear a signal; one that has just been forked does not
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 _PRELOADED = ["hdet.lab.worker", "hdet.lab.finder", "torch._dynamo"]  # torch imports the last with the first optimizer
 
@@ -54,7 +55,7 @@ def launch(jobs: Sequence[Job], *, one_process: bool = False) -> None:
 
     Raises:
         ReplicaFailedError: if a replica raised; the others have been ended.
-        InterruptedRunError: on Ctrl-C or SIGTERM; all replicas have been ended.
+        InterruptedRunError: on Ctrl-C, SIGTERM or SIGHUP; all replicas have been ended.
         LabError: for what the user can mend.
     """
     if not jobs:
@@ -114,7 +115,8 @@ def _launch_processes(jobs: Sequence[Job], size: int) -> None:
             max_restarts=0,
             start_method=_METHOD,
             local_addr="localhost",
-            shutdown_timeout=_SECONDS_TO_END,
+            shutdown_timeout=_SECONDS_TO_HEAR,
+            signals_to_handle=_handled(),
         )
         with _interruptible(jobs), _quiet():
             try:
@@ -122,8 +124,8 @@ def _launch_processes(jobs: Sequence[Job], size: int) -> None:
                 elastic_launch(config, work)(list(jobs))
             except ChildFailedError as error:
                 raise _explained(error) from None
-            except SignalException:
-                raise KeyboardInterrupt from None
+            except SignalException as error:
+                raise _Stopped(error.sigval) from None
             finally:
                 _end_children(before)
 
@@ -159,22 +161,51 @@ def _end_children(others: set[Any]) -> None:
         child.join(_SECONDS_TO_END)
 
 
+class _Stopped(KeyboardInterrupt):
+    """A signal has asked for the end of the run."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
 @contextlib.contextmanager
 def _interruptible(jobs: Sequence[Job], threads: bool = False) -> Iterator[None]:
-    """Ctrl-C and SIGTERM within it become an `InterruptedRunError`; the launcher's own handlers go afterwards."""
+    """Ctrl-C, SIGTERM and SIGHUP within it become an `InterruptedRunError`; the launcher's own handlers go afterwards.
+
+    Under nohup SIGHUP stays ignored.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        raise _Stopped(number)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, *_OTHERS)}
-    signal.signal(signal.SIGTERM, stop)
+    for name in _STOPPING:
+        if before[getattr(signal, name)] != signal.SIG_IGN:
+            signal.signal(getattr(signal, name), stop)
     try:
         yield
-    except KeyboardInterrupt:
-        raise InterruptedRunError(_stopped(jobs), threads) from None
+    except KeyboardInterrupt as error:
+        hung_up = getattr(error, "number", signal.SIGINT) == getattr(signal, "SIGHUP", None)
+        raise InterruptedRunError(_stopped(jobs), threads, 129 if hung_up else 130) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _handled() -> str:
+    """The signals that the launcher is to hear: not SIGHUP under nohup."""
+    numbers = [signal.SIGTERM, signal.SIGINT, *_OTHERS]
+    return ",".join(number.name for number in numbers if signal.getsignal(number) != signal.SIG_IGN)
+
+
+def end_server() -> None:
+    """End the process that replicas are forked from, which may still be importing torch: nobody needs it any more."""
+    server = getattr(multiprocessing.forkserver, "_forkserver", None)
+    process = getattr(server, "_forkserver_pid", None)
+    if process is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 def _stopped(jobs: Sequence[Job]) -> str:
@@ -189,6 +220,7 @@ def _stopped(jobs: Sequence[Job]) -> str:
 
 
 _OTHERS = [getattr(signal, name) for name in ("SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+_STOPPING = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 @contextlib.contextmanager

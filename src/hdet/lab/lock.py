@@ -23,7 +23,7 @@ def locked(folder: Path) -> Iterator[None]:
     Within it, it may be called again.
 
     The lock is the kernel's (flock), so that of a killed process is free. Where there is no flock, as on Windows and on
-    some network drives, nobody is kept out.
+    some network drives, there is no protection.
 
     Raises:
         FolderError: if another process is in it, with its name.
@@ -55,10 +55,10 @@ def locked(folder: Path) -> Iterator[None]:
 def _take(folder: Path) -> TextIO:
     """The file that is locked as long as it is open; it says by whom."""
     while True:
-        file = open(folder / LOCK, "a+")  # noqa: SIM115
+        file = open(folder / LOCK, "a+", errors="replace")  # noqa: SIM115
         if not _flock(file):
             file.seek(0)
-            by = file.read().strip() or "another process"
+            by = file.read(200).strip() or "another process"
             file.close()
             raise FolderError(f"a run is alive in {folder} ({by}); wait until it has ended, or end it first")
         with contextlib.suppress(FileNotFoundError):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from hdet.lab.errors import LabError, OptionError
 from hdet.lab.tasks import TASKS, MissingDataError, OptimizerKind, Size, Task, make
+from hdet.schema import Field, MismatchError, fields, record, text
 
 CONTROLLERS = ("none", "fixed", "softmax", "line_search", "slope", "auto")
 _WITH_PROBE = ("line_search", "slope", "auto")
@@ -244,7 +245,11 @@ class RunOptions:
         unknown = sorted(set(values) - {field.name for field in dataclasses.fields(cls)})
         if unknown:
             raise OptionError(f"there is no option {unknown[0]}; was it written by another version of hdet?")
-        return cls(**values)
+        known = {name: field._replace(required=True) for name, field in fields(cls).items() if name in values}
+        try:
+            return cls(**record({"task": Field(text), **known})(values))
+        except MismatchError as error:
+            raise OptionError(str(error)) from None
 
 
 def _is_spread(spread: float) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hdet.lab.errors import LabError
-from hdet.lab.folder import read, read_lines, reported
+from hdet.lab.folder import full_result, read, read_lines, reported, why_early
 from hdet.report.pictures import draw_fan, pyplot
 from hdet.report.run import Run
 
@@ -21,7 +21,10 @@ _SMOOTH = 20  # the running mean of the losses is this part of a run wide
 def fan(folder: Path, picture: Path) -> Path | None:
     """The replicas' values, round by round, around the plain schedule; None if nothing fanned out."""
     run = Run(folder)
-    run.refresh()
+    try:
+        run.refresh()
+    except OSError as error:
+        raise LabError(str(error)) from error
     with _clearly(picture):
         return draw_fan(run, picture)
 
@@ -34,8 +37,8 @@ def losses(runs: Sequence[tuple[str, Path]], picture: Path) -> Path:
         lines = [line for line in read_lines(folder / "losses.jsonl") if line["loss"] is not None]
         smooth = _running_mean([line["loss"] for line in lines], max(1, len(lines) // _SMOOTH))
         (drawn,) = axis.plot([line["step"] for line in lines], smooth, label=label, **_STYLES[number % 3])
-        result = read(folder / "result.json")
-        loss = None if result is None else reported(result)["loss"]
+        result = read(folder / "result.json", full_result)
+        loss = None if result is None or why_early(result) else reported(result).get("loss")
         if loss is not None:
             axis.plot([result["steps"]], [loss], "o", color=drawn.get_color(), clip_on=False)
     axis.set_xlabel("step")

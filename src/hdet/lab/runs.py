@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hdet.lab.errors import FolderError, NoRateError, ReplicaFailedError
-from hdet.lab.folder import RunFolder, read, require_empty
+from hdet.lab.folder import RESULT, RunFolder, read, read_options, require_empty
 from hdet.lab.launch import launch
 from hdet.lab.options import RunOptions
 from hdet.lab.worker import Job
@@ -59,12 +59,12 @@ def run_all_to_the_end(jobs: Sequence[Job], one_process: Callable[[int], bool]) 
 
 def _result(job: Job) -> dict[str, Any] | None:
     """The result of a run that was done before; what is left of one that was cut short is removed."""
-    about = read(Path(job.folder) / "options.json")
-    if about is None:
+    options = read_options(Path(job.folder))
+    if options is None:
         return None
-    if RunOptions.from_json(about["options"]) != job.options:
+    if options != job.options:
         raise FolderError(f"{job.folder} holds a run with other options; choose another folder with --folder")
-    result: dict[str, Any] | None = read(Path(job.folder) / _RESULT)
+    result: dict[str, Any] | None = read(Path(job.folder) / _RESULT, RESULT)
     if result is None:
         shutil.rmtree(job.folder)
     return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,10 +12,12 @@ from torch.optim import Optimizer
 
 from hdet import Auto, Nesterov, find_replicas
 from hdet.lab.finder import find, result_of, write
-from hdet.lab.folder import RunFolder, read
+from hdet.lab.folder import RunFolder, read_if_good
 from hdet.lab.options import RunOptions
 from hdet.lab.setup import charged_steps, device, make_outer_step
 from hdet.lab.tasks import Task
+from hdet.reading import UnreadableError
+from hdet.schema import fields, record
 
 _FILE = "start.json"
 
@@ -38,6 +41,9 @@ class Start:
     seconds: float = 0.0
 
 
+_START = record(fields(Start))
+
+
 def settle(
     options: RunOptions, task: Task, model: nn.Module, optimizer: Optimizer, peak_lr: float, files: RunFolder | None
 ) -> Start:
@@ -54,11 +60,11 @@ def settle(
     Raises:
         NoRateError: if a rate is looked for and the loss does not fall at any.
     """
-    known = _known(files) if options.checkpoint_every else None
+    known = _known(files, task.steps) if options.checkpoint_every else None
     if known is not None:
         return known
     found = None
-    if options.controller == "auto" and Auto().plan(list(options.explored()), task.steps).finds:
+    if options.controller == "auto" and Auto().plan(list(options.explored()), task.steps, find_replicas().size).finds:
         outer = make_outer_step(options)
         if isinstance(outer, Nesterov):
             outer = min(outer.lr / (1 - outer.momentum), 1.0)
@@ -74,10 +80,17 @@ def settle(
     return start
 
 
-def _known(files: RunFolder | None) -> Start | None:
+def _known(files: RunFolder | None, most_steps: int) -> Start | None:
     """What the first replica has read, on all of them: the folder may be its own."""
-    told = None if files is None else read(files.path / _FILE)
-    numbers = [0.0] * len(dataclasses.fields(Start)) if told is None else list(Start(**told).__dict__.values())
+
+    def check(value: Any) -> Start:
+        start = Start(**_START(value))
+        if start.peak_lr <= 0 or not 1 <= start.steps <= most_steps or start.finder_steps < 0:
+            raise UnreadableError(f"it is no start of a run of {most_steps} steps")
+        return start
+
+    told = None if files is None else read_if_good(files.path / _FILE, check)
+    numbers = [0.0] * len(dataclasses.fields(Start)) if told is None else list(told.__dict__.values())
     replicas = find_replicas()
     everyone = replicas.gather(torch.tensor(numbers, dtype=torch.float64, device=device()))
     replicas.close()

@@ -10,24 +10,26 @@ from pathlib import Path
 
 from hdet.lab import pictures
 from hdet.lab.errors import LabError
-from hdet.lab.folder import read, reported
+from hdet.lab.folder import full_result, read, reported, why_early
 from hdet.lab.options import RunOptions
 from hdet.lab.tables import number, table
 
 
 def summary(options: RunOptions, folder: Path) -> str:
     """The table of the run in `folder`, which gets its pictures, and where everything is."""
-    result = read(folder / "result.json")
+    result = read(folder / "result.json", full_result)
+    if why_early(result):
+        return f"\nThe run ended early: {why_early(result)}\nEverything is in {folder}"
     rows = [
         [name, number(value) if name == "loss" or value is not None else "-"]  # a ranking without positives has no AUC
         for name, value in reported(result).items()
     ]
     if result["held_out_probe"]:
         rows.append(["loss with what the probe saw", number(result["held_out"]["loss"])])
-    rows += [["loss of the marginals", number(result["marginal_loss"])]]
+    rows += [["loss of the marginals", number(result.get("marginal_loss"))]]
     rows += [["peak lr", f"{result['peak_lr']:.3g}"], ["steps", str(result["steps"])]]
     if "finder_steps" in result:
-        rows.append(["finding the rate, in steps", f"{result['finder_cost']:.0f}"])
+        rows.append(["finding the rate, in steps", f"{result.get('finder_cost') or 0.0:.0f}"])
     rows += [[f"{name}: scale at step {result['scales_step']}", f"{x:.3g}"] for name, x in result["scales"].items()]
     rows += [["seconds", f"{result['seconds']:.1f}"]]
     if result.get("resumed_at"):
@@ -37,10 +39,16 @@ def summary(options: RunOptions, folder: Path) -> str:
     return f"\n{table([header, ''], rows)}\n\n{drawn}\nEverything is in {folder}\n{what_next([folder])}"
 
 
-def what_next(runs: Sequence[Path]) -> str:
-    """The commands that go on from some runs, of which the first is the one to learn from."""
+def what_next(runs: Sequence[Path], first: Sequence[str] = ()) -> str:
+    """The commands that go on from some runs, of which the first is the one to learn from.
+
+    Args:
+        runs: their folders.
+        first: what comes before them, as words for the command line.
+    """
     names = [shlex.quote(str(path)) for path in runs]
-    said = [f"{_command()} report {' '.join(names)}"]
+    said = [f"{_command()} {words}" for words in first]
+    said.append(f"{_command()} report {' '.join(names)}")
     if (runs[0] / "rounds.jsonl").exists():
         said.append(f"{_command()} export {names[0]}")
     return "Next: " + "\n      ".join(said)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from hdet.probe.data import Chunk, counter_seed, find_source
 from hdet.replicas import Replicas
 from hdet.restore import batch_statistics, seeded
 from hdet.shards import reshard
+
+_WRITE = "write for example Probe(data, lambda model, batch: cross_entropy(model(batch[0]), batch[1]))"
 
 
 class Probe:
@@ -68,8 +72,7 @@ class Probe:
         held_out: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        if not callable(loss_fn):
-            raise TypeError(f"loss_fn must be a function of (model, batch), got {loss_fn!r}")
+        _check_loss_fn(loss_fn)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed must be an int, got {seed!r}; write for example seed=0")
         if batches is not None:
@@ -121,7 +124,7 @@ class Probe:
                 for number in range(first, len(chunks), step):
                     batch, samples = chunks[number].load()
                     with seeded(counter_seed(self._seed, index, number, "loss")):
-                        loss = _check_loss(self._loss_fn(inner, batch))
+                        loss = _check_loss(self._call(inner, batch))
                     sums[0] += loss.to(device, torch.float64) * samples
                     sums[1] += samples
                     self.samples += samples
@@ -130,6 +133,14 @@ class Probe:
             reshard(inner)
             self.seconds += time.perf_counter() - started
 
+    def _call(self, model: nn.Module, batch: Any) -> Any:
+        try:
+            return self._loss_fn(model, batch)
+        except (AttributeError, TypeError) as error:
+            if type(model).__name__ not in str(error):
+                raise
+            raise TypeError(f"loss_fn is called as loss_fn(model, batch), but: {error}; {_WRITE}") from error
+
     def _draw(self, index: int, replicas: Replicas | None, device: torch.device) -> list[Chunk]:
         check_count("index", index, 0, "probes")
         if index != self._index:
@@ -137,6 +148,28 @@ class Probe:
             self._chunks = self._source.draw(index, replicas, device)
             self._index = index
         return self._chunks
+
+
+def _check_loss_fn(loss_fn: object) -> None:
+    """Raise for what is no function of a model and a batch: a loss of outputs and targets is the likeliest mistake."""
+    must = "loss_fn must be a function of (model, batch)"
+    if not callable(loss_fn):
+        raise TypeError(f"{must}, got {loss_fn!r}; {_WRITE}")
+    function = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    home = type(function).__module__ if isinstance(function, nn.Module) else getattr(function, "__module__", None)
+    home = getattr(function, "__globals__", {}).get("__name__", home)  # functools.wraps copies __module__
+    if str(home).startswith("torch.nn."):
+        name = getattr(function, "__name__", type(function).__name__)
+        raise TypeError(f"{must}, got torch's {name}, which takes tensors; {_WRITE}")
+    try:
+        called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+        signature = inspect.signature(called, follow_wrapped=False)  # what is called, and not what it stands for
+    except ValueError:  # of a builtin
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise TypeError(f"{must}, got one with the arguments {signature}; {_WRITE}") from error
 
 
 def _check_loss(loss: Any) -> Tensor:

@@ -16,14 +16,22 @@ from torch.optim import Optimizer
 from hdet.probe.probe import Probe
 from hdet.range_test.decisions import Curve
 from hdet.replicas import Replicas
-from hdet.restore import Frozen, Generators, Modules, OptimizerState, Others, Weights
+from hdet.restore import Frozen, Generators, Modules, OptimizerState, Others, Weights, without_autocast
 from hdet.shards import reshard
 
 _PROBE = 0  # the index of the one probe that everything is scored on
 
 
 class Bench:
-    """The model and its optimizers under test: steps, scores, and everything as it was."""
+    """The model and its optimizers under test: steps, scores, and everything as it was.
+
+    Attributes:
+        references: the rate of every group, optimizer by optimizer.
+        start: the first of them.
+        steps, samples: taken and scored so far.
+        stepped_at: when the last step began, by the monotonic clock.
+        step_seconds, probe_seconds: what steps and scores have taken, by this replica's clock.
+    """
 
     def __init__(
         self,
@@ -51,6 +59,7 @@ class Bench:
         self._device = trained[0].device
         self._weights = Weights([*trained, *(p for p in model.parameters() if p.requires_grad)])
         known = {id(p) for p in trained}
+        self._trains_the_model = any(id(p) in known for p in model.parameters())
         self._frozen = Frozen(p for p in model.parameters() if not p.requires_grad and id(p) not in known)
         self._states = [OptimizerState(o) for o in optimizers]
         self._others = Others(also)
@@ -89,6 +98,7 @@ class Bench:
             state.restart()
             for group in optimizer.param_groups:
                 _put_momentum_of_peak(group)
+        torch.clear_autocast_cache()
 
     def restore(self) -> None:
         """Everything as it was before the test."""
@@ -103,6 +113,7 @@ class Bench:
         try:
             self._others.restore()
         finally:
+            torch.clear_autocast_cache()
             self._generators.restore()  # last: the others may draw
         if not self._frozen.all_restored():
             warnings.warn(
@@ -146,6 +157,14 @@ class Bench:
                 return index
         return None
 
+    def effect(self) -> tuple[bool, bool]:
+        """Whether the optimizers of all replicas hold parameters of the model that is scored, at least one; and whether
+        the weights of any replica are others now than at the beginning of the ramp.
+        """
+        mine = [float(self._trains_the_model), float(self._weights.moved())]
+        everyone = self._replicas.gather(torch.tensor(mine, dtype=torch.float64, device=self._device))
+        return all(row[0] for row in everyone), any(row[1] for row in everyone)
+
     def score(self) -> float:
         """The probe's loss, the same float on every replica."""
         self._wait()
@@ -155,6 +174,11 @@ class Bench:
         weight = sum(row[1] for row in parts)
         self.samples += round(weight)
         return sum(row[0] for row in parts) / weight
+
+    def clocks(self, *seconds: float) -> list[float]:
+        """The mean over all replicas of what their own clocks say, the same on each of them."""
+        everyone = self._replicas.gather(torch.tensor(seconds, dtype=torch.float64, device=self._device))
+        return [math.fsum(column) / len(everyone) for column in zip(*everyone, strict=True)]
 
     def _backward(self, index: int) -> None:
         self._weights.clear_gradients()
@@ -173,7 +197,9 @@ class Bench:
         for optimizer, references in zip(self._optimizers, self.references, strict=True):
             for group, reference in zip(optimizer.param_groups, references, strict=True):
                 _put_rate(group, reference * (rate / self.start))
-            optimizer.step()
+            with without_autocast(self._device):  # as in training, where steps are outside of it
+                optimizer.step()
+        torch.clear_autocast_cache()  # the caller's autocast would keep the casts of the old weights until it ends
         self.steps += 1
         self.step_seconds += time.perf_counter() - started
 

@@ -93,6 +93,11 @@ class Fine:
         self.every = round(_SCORED / self.growth)
         self.valley = _WIDTH / steep ** (2 / 3)
 
+    @property
+    def scores(self) -> int:
+        """How many a whole ramp has."""
+        return len(self.ramp(1.0)) // self.every
+
     def ramp(self, half_way: float) -> list[tuple[int, float]]:
         """(index, rate) of each step.
 
@@ -151,10 +156,27 @@ def smooth(curve: Curve, first: float, width: int) -> list[float]:
     >>> smooth([(1.0, 2.0), (2.0, 1.0), (4.0, math.nan)], 2.0, 3)
     [1.5, 2.0, 2.0]
     """
-    capped = [min(loss, _CAP * first) if math.isfinite(loss) else _CAP * first for _, loss in curve]
-    half = width // 2
-    parts = [capped[max(0, k - half) : k + half + 1] for k in range(len(capped))]
+    losses, half = capped(curve, first), width // 2
+    parts = [losses[max(0, k - half) : k + half + 1] for k in range(len(losses))]
     return [sum(part) / len(part) for part in parts]
+
+
+def capped(curve: Curve, first: float) -> list[float]:
+    """The losses as far as they count."""
+    return [min(loss, _CAP * first) if math.isfinite(loss) else _CAP * first for _, loss in curve]
+
+
+def rises_for_good(curve: Curve, first: float, width: int = 3) -> float | None:
+    """The rate from which on the loss is 1 % above the first one, interpolated; None if it ends below that.
+
+    >>> round(rises_for_good([(1.0, 2.0), (2.0, 2.1), (4.0, 2.0), (16.0, 2.01), (64.0, 2.03)], 2.0, width=1), 6)
+    32.0
+    """
+    values, edge = smooth(curve, first, width), (2 - _FALLEN) * first
+    if not values or values[-1] < edge:
+        return None
+    below = [k for k, value in enumerate(values) if value < edge]
+    return _crossing(curve, values, below[-1] + 1, edge) if below else curve[0][0]
 
 
 def is_dead(values: Sequence[float], first: float) -> bool:

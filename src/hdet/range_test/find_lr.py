@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,14 +25,12 @@ from hdet.interrupts import deferred_interrupts
 from hdet.probe.probe import Probe
 from hdet.range_test.bench import Bench
 from hdet.range_test.decisions import Coarse, Curve, Fine, default_factor
+from hdet.range_test.doubts import doubts
 from hdet.range_test.found_rate import FoundRate
+from hdet.range_test.no_rate import FindLRError, no_rate
 from hdet.replicas import find_replicas
 
 _LOWER = (1, 16, 256)  # where the second ramp begins, if the loss is dead at once
-
-
-class FindLRError(RuntimeError):
-    """There is no learning rate to be found; the message says what to do. Everything was put back."""
 
 
 def find_lr(
@@ -82,6 +81,8 @@ def find_lr(
         process_group: the replicas; by default all ranks.
         mesh: as in `hdet.Ensemble`, for sharded replicas.
 
+    Warns if something speaks against the answer; `FoundRate.doubts` says what.
+
     Raises:
         FindLRError: if the probe's loss is not finite or not positive, or does not fall at any rate.
         ValueError: if the replicas hold different weights or rates.
@@ -115,7 +116,7 @@ def find_lr(
     try:
         bench.require_agreement()
         sgd = all(type(entry) is SGD for entry in optimizers)  # others may normalise their steps
-        return _find(
+        found = _find(
             bench, fine, lambda width: factor or default_factor(outer_step, fine, sgd_width=width if sgd else 1.0)
         )
     except FindLRError:
@@ -129,6 +130,13 @@ def find_lr(
         with deferred_interrupts():
             bench.restore()
             replicas.close()
+    if not found.sure:
+        warnings.warn(
+            f"the learning rate that was found, {found.rate:.3g}, is not sure: {'; '.join(found.doubts)}. Compare "
+            "short runs at 0.1, 1 and 10 times it",
+            stacklevel=2,
+        )
+    return found
 
 
 def _find(bench: Bench, fine: Fine, factor_of: Callable[[float], float]) -> FoundRate:
@@ -145,26 +153,18 @@ def _find(bench: Bench, fine: Fine, factor_of: Callable[[float], float]) -> Foun
     first_curve = _ramp(bench, coarse, start, first)
     half_way = coarse.half_way(first_curve, first)
     if half_way is None:
-        way = "a lower" if coarse.over(first_curve, first) else "a higher"
-        raise FindLRError(
-            f"the probe's loss, {first:.6g} at the initial weights, never fell at {_range(first_curve)}; check that "
-            f"the loss that is trained is the one that the probe measures, or begin with {way} rate"
-        )
+        raise no_rate(bench, first, [first_curve])
     for lower in _LOWER:
         second_curve = _ramp(bench, fine, half_way / lower, first)
         interval = fine.interval(second_curve, first)
         if interval is not None or not fine.began_too_high(second_curve):
             break
     if interval is None:
-        raise FindLRError(
-            f"the probe's loss fell by less than 1 % from {first:.6g} at {_range(second_curve)}; train some hundred "
-            "steps at a low rate and call find_lr then, or take a larger probe; where batches come in the order of "
-            "time, let step_fn take them from all over the data; weights that are trained already have no way to fall, "
-            "so give their rate yourself"
-        )
+        raise no_rate(bench, first, [first_curve, second_curve])
     low, high = whole = fine.whole(interval, second_curve[-1][0])
     factor = factor_of(interval[1] / interval[0])
     rate = factor * math.sqrt(low * high)
+    seconds, stepping, probing = bench.clocks(time.perf_counter() - started, bench.step_seconds, bench.probe_seconds)
     return FoundRate(
         rate=rate,
         scale=rate / start,
@@ -177,8 +177,9 @@ def _find(bench: Bench, fine: Fine, factor_of: Callable[[float], float]) -> Foun
         fine=second_curve,
         steps=bench.steps,
         samples=bench.samples,
-        cost=bench.steps * (1 + bench.probe_seconds / bench.step_seconds),
-        seconds=time.perf_counter() - started,
+        cost=bench.steps * (1 + probing / stepping),
+        seconds=seconds,
+        doubts=doubts(first, first_curve, second_curve, fine, interval),
     )
 
 
@@ -196,10 +197,6 @@ def _ramp(bench: Bench, stage: Coarse | Fine, start: float, first: float) -> Cur
             "of that batch, or leave it out in step_fn"
         )
     return curve
-
-
-def _range(curve: Curve) -> str:
-    return f"learning rates from {curve[0][0]:.3g} to {curve[-1][0]:.3g}"
 
 
 def _optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
+import textwrap
 from dataclasses import dataclass, field
 from typing import Any
+
+_LINE = 105  # characters above the picture
 
 
 @dataclass(frozen=True)
 class FoundRate:
-    """A learning rate and how it was found.
+    """A learning rate and how it was found. The same on every replica.
 
     Attributes:
         rate: the learning rate of the first parameter group with one: factor * the geometric middle of `whole`.
@@ -24,8 +28,10 @@ class FoundRate:
         fine: the second ramp's.
         steps: optimizer steps taken.
         samples: samples of the probe that were scored, on all replicas together.
-        cost: everything that was done, in training steps, by the seconds that steps and scores took.
-        seconds: how long it took.
+        cost: everything that was done, in training steps, by the seconds that steps and scores took: means over the
+            replicas' clocks.
+        seconds: how long it took, a mean too.
+        doubts: what speaks against the answer, in words; empty if nothing does. `find_lr` has warned of it.
     """
 
     rate: float
@@ -41,6 +47,12 @@ class FoundRate:
     samples: int
     cost: float
     seconds: float
+    doubts: tuple[str, ...] = ()
+
+    @property
+    def sure(self) -> bool:
+        """Whether nothing speaks against the answer, as far as the search can tell."""
+        return not self.doubts
 
     def __float__(self) -> float:
         return self.rate
@@ -51,14 +63,15 @@ class FoundRate:
     def __str__(self) -> str:
         low, high = self.interval
         narrow = "" if self.whole == self.interval else f" (narrow, so counted from {self.whole[0]:.3g} on)"
+        unsure = "" if self.sure else f"; not sure: {'; '.join(self.doubts)}"
         return (
             f"learning rate {self.rate:.3g}, {self.scale:.3g} times the present one; losses were low from {low:.3g} to "
             f"{high:.3g}{narrow}; {self.steps} steps, {self.seconds:.1f} s, as much as {self.cost:.0f} steps of "
-            "training"
+            f"training{unsure}"
         )
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw both curves and the rate that was found into a file.
+        """Draw both curves, the rate that was found and how it follows from them into a file.
 
         Raises:
             ModuleNotFoundError: without matplotlib.
@@ -70,7 +83,7 @@ class FoundRate:
             raise ModuleNotFoundError(
                 "plot needs matplotlib, which is not installed: pip install matplotlib"
             ) from error
-        figure = figure_of(figsize=(7, 4.5))
+        figure = figure_of(figsize=(7, 4.8), layout="constrained")
         axis = figure.subplots()
         for label, curve in (("coarse", self.coarse), ("fine", self.fine)):
             losses = [min(loss, 1.5 * self.first_loss) for _, loss in curve]
@@ -78,12 +91,31 @@ class FoundRate:
         axis.axvspan(*self.interval, alpha=0.15, color="tab:green", label="low losses")
         if self.whole != self.interval:
             axis.axvspan(self.whole[0], self.interval[0], alpha=0.06, color="tab:green", label="counted too")
-        axis.axvline(self.rate, color="k", linestyle="--", label=f"found: {self.rate:.3g}")
+        middle = math.sqrt(self.whole[0] * self.whole[1])
+        axis.axvline(middle, color="tab:green", linestyle=":", label=f"middle of the green: {middle:.3g}")
+        axis.axvline(self.rate, color="k", linestyle="--", label=f"found: {self.rate:.3g}, {self.factor:.2g} times it")
         axis.axhline(self.first_loss, color="0.6", linestyle=":", label="initial weights")
         axis.set_xscale("log")
         axis.set_xlabel("learning rate")
         axis.set_ylabel("loss on the probe")
         axis.grid(alpha=0.3)
-        axis.legend()
-        figure.tight_layout()
+        axis.legend(fontsize="small")
+        axis.set_title(textwrap.fill(self._outside(), _LINE), fontsize="small", loc="left")
+        if not self.sure:
+            said = textwrap.fill(f"Not sure: {'; '.join(self.doubts)}.", _LINE)
+            figure.suptitle(said, fontsize="small", color="tab:red", x=0.01, horizontalalignment="left")
         figure.savefig(path, dpi=120)
+
+    def _outside(self) -> str:
+        """Why the rate is not one of those whose losses were low; empty if it is."""
+        low, high = self.interval
+        if low <= self.rate <= high:
+            return ""
+        if self.rate > high:
+            return f"The rate is above the low losses, as the factor is {self.factor:.3g}."
+        if self.whole == self.interval:
+            return "The rate is below the low losses: a run stays longer at a rate than the ramp, and wants lower ones."
+        return (
+            f"The rate is below the low losses: they span less than {high / self.whole[0]:.3g}-fold, so the ramp is "
+            "too fast to see how far down they reach. The pale green counts too; a run wants lower rates than a ramp."
+        )

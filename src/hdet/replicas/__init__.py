@@ -4,7 +4,8 @@ Nothing else in the library issues collectives.
 """
 
 from hdet.replicas.find import Where, find_replicas, seated
-from hdet.replicas.group import LostReplicaError, Replicas, Travelling, collective_device, weigh
+from hdet.replicas.group import Replicas, Travelling, collective_device, weigh
+from hdet.replicas.notes import LostReplicaError
 from hdet.replicas.sharded import ShardedReplicas
 
 __all__ = [

@@ -8,44 +8,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hdet.board import Board, group_timeout, who
-
-_ROLL_CALL = 0.7  # seconds for everybody who is alive to say so
-
-
-class LostReplicaError(RuntimeError):
-    """A replica is dead or stalled, or has come to another place than the others; the message names it.
-
-    Attributes:
-        ranks: which.
-    """
-
-    def __init__(self, text: str, ranks: Sequence[int]) -> None:
-        super().__init__(text)
-        self.ranks = list(ranks)
-
-    def and_then(self, text: str) -> LostReplicaError:
-        """The same error with something to add."""
-        return LostReplicaError(f"{self}; {text}", self.ranks)
+from hdet.board import group_timeout
+from hdet.replicas.lookout import Lookout, lookout_of
+from hdet.replicas.notes import LostReplicaError
 
 
 class Travelling:
     """A collective that is under way."""
 
-    def __init__(self, work: dist.Work, replicas: Replicas) -> None:
-        self._work, self._replicas = work, replicas
+    def __init__(self, work: dist.Work, replicas: Replicas, device: torch.device) -> None:
+        self._work, self._replicas, self._device = work, replicas, device
 
     def wait(self) -> None:
         """Return when it is done; raise as the collective itself would."""
         with self._replicas._named():
-            self._work.wait()
+            self._replicas._wait(self._work, self._device)
 
 
 class Replicas:
@@ -69,8 +53,7 @@ class Replicas:
         self.size = 1
         self.group = process_group
         self._own: dist.ProcessGroup | None = None
-        self._notes: Board | None = None
-        self._failed = False
+        self._seen: Lookout | None = None
         if dist.is_available() and dist.is_initialized():
             self.rank = dist.get_rank(process_group)
             self.size = dist.get_world_size(process_group)
@@ -85,16 +68,29 @@ class Replicas:
         Raises:
             MissingError: if some replicas do not come within the group's timeout.
         """
-        board = self._board()
-        return decide([mine] * self.size) if board is None else board.settle(mine, decide)
+        lookout = self._lookout()
+        return decide([mine] * self.size) if lookout is None else lookout.settle(mine, decide)
 
-    def arrive(self, place: str) -> None:
-        """Leave word of where this replica is, before a collective that others may wait for it at."""
-        if self._notes is None and self.size > 1:
-            self._notes = self._board()
-        if self._notes is not None:
-            with suppress(RuntimeError):  # the store is gone: the collective that follows says so
-                self._notes.write("at", place)
+    def part(self, readers: int | None = None) -> None:
+        """Before all leave with the same error: whoever serves the store stays until the others know it too.
+
+        Args:
+            readers: how many there are to know it; by default all.
+        """
+        lookout = self._lookout()
+        if lookout is not None:
+            lookout.part(lookout.board.size if readers is None else readers)
+
+    def arrive(self, place: str, call: str | None = None) -> None:
+        """Leave word of where this replica is, before others may wait for it there; see `Lookout.arrive`."""
+        lookout = self._lookout()
+        if lookout is not None:
+            lookout.arrive(place, call)
+
+    def last_seen(self, ranks: Sequence[int]) -> str:
+        """Where these replicas were last seen, in words; empty if they were not."""
+        lookout = self._lookout()
+        return "" if lookout is None else lookout.last_seen(ranks)
 
     def explain(self, error: Exception, began: float) -> LostReplicaError | None:
         """Who is dead, stalled or elsewhere, now that `error` was raised while talking to the others; None if nobody.
@@ -102,36 +98,8 @@ class Replicas:
         An error of another kind is left for the others to read. Otherwise those who are still there say so, which can
         take until they have met the error too: at the group's timeout after they `began` to wait.
         """
-        if self._notes is None:
-            return None
-        self._failed = True
-        try:
-            return self._roll_call(self._notes, error, began)
-        except RuntimeError:
-            return LostReplicaError("the store is gone, with the process that serves it: rank 0's, or torchrun's", [0])
-
-    def _roll_call(self, notes: Board, error: Exception, began: float) -> LostReplicaError | None:
-        if not _is_of_a_collective(error):
-            notes.write("failed", f"raised {type(error).__name__}: {error}")
-            return None
-        notes.write("failed", "")
-        failed, places = notes.read("failed", wait=_ROLL_CALL), notes.read("at")
-        mine = places[self.rank]
-        elsewhere = [rank for rank, place in enumerate(places) if place != mine]
-        if not any(failed) and not any(failed[rank] is None for rank in elsewhere):  # nobody to blame yet
-            left = began + notes.timeout + _ROLL_CALL - time.monotonic()
-            failed = notes.read("failed", wait=max(left, 0.0))
-        raised = [rank for rank, note in enumerate(failed) if note]
-        silent = [rank for rank, note in enumerate(failed) if note is None]
-        told = next((note for rank, note in enumerate(notes.read("lost")) if note and rank != self.rank), None)
-        if told is not None and not silent and not raised:  # this is the one that the others have waited for
-            return LostReplicaError(f"{told}; this replica came too late", [self.rank])
-        lost = raised or [rank for rank in silent if rank in elsewhere] or silent or elsewhere
-        if not lost:
-            return None
-        text = "; ".join(f"{who([rank])} {failed[rank] or _last_seen(places[rank], mine)}" for rank in lost)
-        notes.write("lost", text)
-        return LostReplicaError(text, lost)
+        lookout = self._lookout()
+        return None if lookout is None else lookout.explain(error, began)
 
     @property
     def sharded(self) -> bool:
@@ -156,7 +124,8 @@ class Replicas:
             return [values.tolist()]
         everyone = values.new_empty(self.size, values.numel())
         with self._named():
-            dist.all_gather(list(everyone.unbind()), values, group=self._group())
+            work = dist.all_gather(list(everyone.unbind()), values, group=self._group(), async_op=True)
+            self._wait(work, values.device, read=True)
             return everyone.tolist()
 
     def start_mean(self, flat: Tensor, of: Sequence[int] | None = None) -> Travelling | None:
@@ -170,13 +139,13 @@ class Replicas:
             return None
         weigh(flat, self.rank, range(self.size) if of is None else of)
         with self._named():
-            return Travelling(dist.all_reduce(flat, group=self._group(), async_op=True), self)
+            return Travelling(dist.all_reduce(flat, group=self._group(), async_op=True), self, flat.device)
 
     def broadcast(self, flat: Tensor, source: int = 0) -> None:
         """Replace `flat`, a contiguous tensor, by that of replica `source`."""
         if self.size > 1:
             with self._named():
-                dist.broadcast(flat, group=self._group(), group_src=source)
+                self._wait(dist.broadcast(flat, group=self._group(), group_src=source, async_op=True), flat.device)
 
     def gather_into(self, everyone: Tensor, mine: Tensor) -> None:
         """Fill the contiguous `everyone` with every replica's `mine`, one after another, bit for bit.
@@ -189,7 +158,9 @@ class Replicas:
         # The older name warns where there is the newer one.
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         with self._named():
-            all_gather(everyone.view(torch.uint8), mine.view(torch.uint8), group=self._group())
+            group = self._group()
+            work = all_gather(everyone.view(torch.uint8), mine.view(torch.uint8), group=group, async_op=True)
+            self._wait(work, mine.device)
 
     def close(self) -> None:
         """Give back the process group, if one was made. Not a collective."""
@@ -198,9 +169,7 @@ class Replicas:
                 dist.destroy_process_group(self._own)
             else:
                 _idle.setdefault(self.group, []).append(self._own)
-        if self._notes is not None and dist.is_initialized() and not self._failed:  # others read why, later
-            self._notes.close()
-        self._own = self._notes = None
+        self._own = self._seen = None
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -216,10 +185,31 @@ class Replicas:
                 raise
             raise found from error
 
-    def _board(self) -> Board | None:
-        """Where the replicas leave notes; None in a dry run on a fake group, where there is nobody else."""
-        parent = self.group or dist.group.WORLD
-        return None if parent is None or dist.get_backend(parent) == "fake" else Board(parent)
+    def _wait(self, work: dist.Work, device: torch.device, *, read: bool = False) -> None:
+        """Wait for a collective; where the caller waits for it, see meanwhile whether all can come.
+
+        That is with gloo always, and with others where the result is to be `read` from the device at once.
+        """
+        lookout = self._lookout()
+        if lookout is not None and self._group()._get_backend(device).name() == "gloo":
+            lookout.wait(work)
+        else:
+            if lookout is not None and read:
+                lookout.outlast(work)
+            work.wait()
+
+    def _lookout(self) -> Lookout | None:
+        """What the replicas know of each other; None in a dry run on a fake group, where there is nobody else."""
+        if self._seen is None and self.size > 1:
+            parent = self.group or dist.group.WORLD
+            self._seen = None if parent is None or dist.get_backend(parent) == "fake" else lookout_of(parent)
+        return self._seen
+
+    def _await_all(self) -> None:
+        """Before a process group is made: whoever waits in there cannot look who is missing."""
+        lookout = self._lookout()
+        if lookout is not None:
+            lookout.gather()
 
     def _group(self) -> dist.ProcessGroup:
         if self._own is None:
@@ -227,10 +217,12 @@ class Replicas:
             assert parent is not None
             timeout = timedelta(seconds=group_timeout(parent))
             if self.group is None:
+                self._await_all()
                 self._own = dist.new_group(timeout=timeout)
             elif _idle.get(self.group):
                 self._own = _idle[self.group].pop()
             else:
+                self._await_all()
                 ranks: Sequence[int] = dist.get_process_group_ranks(self.group)
                 self._own = dist.new_group(list(ranks), timeout, use_local_synchronization=True)
         assert self._own is not None
@@ -248,22 +240,6 @@ def weigh(flat: Tensor, rank: int, of: Sequence[int]) -> None:
         flat.div_(len(of))
     else:
         flat.zero_()  # not times 0: it may not be finite
-
-
-def _is_of_a_collective(error: Exception) -> bool:
-    """Whether an error comes from torch's communication: its own classes, or gloo's, which are plain RuntimeErrors."""
-    words = ("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out waiting", "Wait timeout")
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    )
-
-
-def _last_seen(place: str | None, mine: str | None) -> str:
-    if place is None:
-        return f"was never seen, while this one is at {mine}"
-    if place == mine:
-        return f"died or stalled after {mine}"
-    return f"was last seen at {place}, while this one is at {mine}"
 
 
 def collective_device(tensors: Sequence[Tensor]) -> torch.device:

@@ -7,14 +7,13 @@ those of its ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hdet.replicas.group import LostReplicaError, Replicas
+from hdet.replicas.group import Replicas
+from hdet.replicas.lookout import Lookout
 
 _NAMES = ("replicate", "dp_replicate")
 
@@ -41,18 +40,6 @@ class ShardedReplicas(Replicas):
         self.device = torch.device(mesh.device_type)
         self._whole = Replicas(_group_of([rank for ranks in self._by_replica for rank in ranks]))
 
-    def settle(self, mine: str, decide: Callable[[list[str]], str]) -> str:
-        """Of all ranks: see `Replicas`."""
-        return self._whole.settle(mine, decide)
-
-    def arrive(self, place: str) -> None:
-        """Of all ranks: see `Replicas`."""
-        self._whole.arrive(place)
-
-    def explain(self, error: Exception, began: float) -> LostReplicaError | None:
-        """Of all ranks: see `Replicas`."""
-        return self._whole.explain(error, began)
-
     @property
     def ranks(self) -> Replicas:
         """All ranks of the mesh."""
@@ -73,6 +60,10 @@ class ShardedReplicas(Replicas):
         """Give back the process groups."""
         super().close()
         self._whole.close()
+
+    def _lookout(self) -> Lookout | None:
+        """Of all ranks."""
+        return self._whole._lookout()
 
     def _place(self, rank: int) -> int:
         assert self._whole.group is not None

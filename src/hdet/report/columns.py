@@ -28,6 +28,7 @@ def columns(lines: Sequence[Mapping[str, Any]], since: int = 0) -> dict[str, Any
         found[key] = _each([line.get(key) or [] for line in part], _replicas(lines))
     found["best"] = [_best(line) for line in part]
     found["mean"] = _short([_mean(line["scores"]) for line in part])
+    found["own"] = _short([line.get("loss") for line in part])
     several = len(names) > 1
     found["hyperparameters"] = {
         name: _hyperparameter([line["hyperparameters"].get(name) for line in part], part, lines, several)
@@ -77,7 +78,10 @@ def _fit(row: Mapping[str, Any], line: Mapping[str, Any], several: bool) -> list
         return None
     rhos = [math.nan if value is None else value / center for value in values]
     rises = [math.nan if loss is None else loss - start for loss in probe]
-    found = (fit_with_intercept if several else fit)(rhos, rises)
+    try:
+        found = (fit_with_intercept if several else fit)(rhos, rises)
+    except (ArithmeticError, ValueError):  # numbers whose squares or sums no float holds
+        found = None
     if found is None:
         return None
     a, b = found

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
+import stat
+import sys
 import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from hdet.json_lines import from_json
-from hdet.replay import make_schedule, notices
+from hdet.reading import why
+from hdet.replay import make_schedule
 from hdet.report.run import Run
+from hdet.schedule import check_schedule, notices, reaches_the_end
+from hdet.terminal import say
 
 
 class ReportError(Exception):
@@ -33,7 +39,7 @@ def add_commands(commands: Any) -> None:
 
     command = _command(commands, "watch", _watch, "the same page while the runs go on, on this machine only")
     command.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run folder, or its rounds.jsonl")
-    command.add_argument("--port", type=int, default=0, help="default: any free one")
+    command.add_argument("--port", type=_port, default=0, help="default: any free one")
     command.add_argument("--open", action="store_true", help="open it in a browser")
 
     text = "the schedule that a run has learned, for hdet.ReplayLR"
@@ -52,11 +58,17 @@ def _clearly(run: Any) -> Any:
     def ran(arguments: argparse.Namespace) -> str:
         try:
             said: str = run(arguments)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, ArithmeticError) as error:
             raise ReportError(str(error)) from error
         return said
 
     return ran
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 6 and int(text) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 65535, got {text!r}")
+    return int(text)
 
 
 def _report(arguments: argparse.Namespace) -> str:
@@ -64,7 +76,7 @@ def _report(arguments: argparse.Namespace) -> str:
 
     with _without_collector():
         runs = [_read(path, plain=True) for path in arguments.runs]
-        output = arguments.output or runs[0].path.with_name("report.html")
+        output = arguments.output or _own(runs[0].path.with_name("report.html"))
         chosen = None if arguments.round is None else _index(runs[0], arguments.round)
         summaries = write_page(runs, output, chosen)
     said = []
@@ -98,8 +110,11 @@ def _watch(arguments: argparse.Namespace) -> str:
     for run in runs:
         if not run.path.parent.is_dir():
             raise ValueError(f"{run.path.parent} is no folder; give the folder of a run, which may be about to begin")
-    watch = Watch(runs, arguments.port)
-    print(f"Watching {', '.join(run.name for run in runs)} at {watch.url} (Ctrl-C ends it)", flush=True)
+    try:
+        watch = Watch(runs, arguments.port)
+    except OSError as error:
+        raise ValueError(f"port {arguments.port} cannot be used: {why(error)}") from error
+    say(f"Watching {', '.join(run.name for run in runs)} at {watch.url} (Ctrl-C ends it)")
     if arguments.open:
         webbrowser.open(watch.url)
     watch.serve()
@@ -108,10 +123,11 @@ def _watch(arguments: argparse.Namespace) -> str:
 
 def _export(arguments: argparse.Namespace) -> str:
     run = _read(arguments.run)
-    output = arguments.output or run.path.with_name("schedule.json")
+    output = arguments.output or _own(run.path.with_name("schedule.json"))
     schedule = make_schedule(from_json(line) for line in run.lines)
-    if run.result is not None:
+    if run.result is not None and reaches_the_end(schedule["hyperparameters"], schedule["total_steps"]):
         schedule["complete"] = True
+    check_schedule(schedule)
     output.write_text(json.dumps(schedule, allow_nan=False) + "\n")
     names = ", ".join(f"{name} ({len(told['places'])} places)" for name, told in schedule["hyperparameters"].items())
     notes = "" if schedule["complete"] else " The run was cut off: its last values are held from there."
@@ -121,12 +137,23 @@ def _export(arguments: argparse.Namespace) -> str:
 
 
 def _read(path: Path, plain: bool = False) -> Run:
-    """A run; a plain one, which has losses and no rounds, if it may be."""
+    """A run; a plain one, which has losses and no rounds, or a search alone, if it may be."""
     run = Run(path)
     run.refresh()
-    if not run.lines and not (plain and run.losses):
-        raise ValueError(f"{run.path} holds no round yet; wait for the first one")
+    if not run.lines and not (plain and (run.losses or run.search)):
+        wait = f"{run.path} holds no round yet; wait for the first one"
+        raise ValueError("; ".join(run.notices) or wait)
+    for notice in run.notices:
+        say(f"hdet: warning: {notice}", sys.stderr)
     return run
+
+
+def _own(path: Path) -> Path:
+    """A file in a run's folder, to be written: what the folder has there may lead elsewhere, or wait for a reader."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise ValueError(f"{path} is there and is no plain file; remove it, or choose another one with --output")
+    return path
 
 
 def _index(run: Run, number: int) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 from hdet.report.columns import MOST_REPLICAS, columns, events, points
 from hdet.report.run import Run
+from hdet.report.search import find_search, where
 from hdet.report.summary import summary
 
 _MOST_LOSSES = 20_000  # lines of the lab's losses that are drawn
@@ -23,7 +24,7 @@ _MOST_LOSSES = 20_000  # lines of the lab's losses that are drawn
 
 def version(run: Run, now: float) -> str:
     """What changes when there is something new to show: generation, rounds, and the rest in a number."""
-    rest = json.dumps([run.status(now), run.held_out, len(run.losses)])
+    rest = json.dumps([run.status(now), run.held_out, len(run.losses), run.search is None, run.notices])
     return f"{run.generation}:{len(run.lines)}:{zlib.crc32(rest.encode())}"
 
 
@@ -43,7 +44,8 @@ def run_data(run: Run, since: int = 0, now: float | None = None) -> dict[str, An
         "total_steps": run.lines[-1].get("total_steps") if run.lines else None,
         "state": status.state,
         "status": status.text,
-        "summary": summary(run.lines, status, run.search),
+        "summary": [*summary(run.lines, status, run.search), *_left_out(run)],
+        "search": _search(run),
         "held_out": run.held_out,
         "losses": [list(column) for column in zip(*run.losses[::every], strict=True)] or [[], [], []],
         "events": events(run.lines, since),
@@ -103,6 +105,16 @@ def write_page(
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
     return [run["summary"] for run in told]
+
+
+def _search(run: Run) -> dict[str, Any] | None:
+    """The search before the first step, with a sentence about its picture."""
+    found = find_search(run.lines, run.search)
+    return None if found is None else {**found, "where": where(found)}
+
+
+def _left_out(run: Run) -> list[dict[str, str]]:
+    return [{"title": "Left out", "text": "\n".join(run.notices), "tone": "bad"}] if run.notices else []
 
 
 def _asset(name: str) -> str:

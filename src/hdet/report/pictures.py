@@ -9,12 +9,14 @@ from typing import Any
 
 from hdet.report.columns import columns, points
 from hdet.report.run import Run
+from hdet.report.search import find_search
 
 _DOTS = 3000
 
 
 def draw(run: Run, folder: Path, chosen: int | None = None) -> list[Path]:
-    """The fan, the losses, the factors with their confidence, the line search of a round, and the cost.
+    """The fan, the losses, the factors with their confidence, the line search of a round, the cost, and the search for
+    the rate before the first step.
 
     Args:
         run: what to draw.
@@ -31,10 +33,12 @@ def draw(run: Run, folder: Path, chosen: int | None = None) -> list[Path]:
     if names:  # a plain run has losses only
         drawn["fan"] = _figure(plt, names, lambda axis, name: _fan(axis, told, name, run))
         drawn["factor"] = _figure(plt, names, lambda axis, name: _factor(axis, told, name))
-    drawn |= {
-        "losses": _figure(plt, [""], lambda axis, _: _losses(axis, told, run)),
-        "cost": _figure(plt, [""], lambda axis, _: _cost(axis, told)),
-    }
+    if run.lines or run.losses:
+        drawn["losses"] = _figure(plt, [""], lambda axis, _: _losses(axis, told, run))
+        drawn["cost"] = _figure(plt, [""], lambda axis, _: _cost(axis, told))
+    search = find_search(run.lines, run.search)
+    if search is not None:
+        drawn["search"] = _figure(plt, [""], lambda axis, _: _search(axis, search))
     at = _with_losses(told) if chosen is None else chosen
     if at is not None:
         drawn["line_search"] = _figure(plt, names, lambda axis, name: _line_search(axis, told, name, at, run))
@@ -132,6 +136,9 @@ def _losses(axis: Any, told: dict[str, Any], run: Run) -> None:
         axis.plot(steps, _nan(consensus), "k-", linewidth=1.2, label="consensus")
     elif any(x is not None for x in told["mean"]):
         axis.plot(steps, _nan(told["mean"]), "k-", linewidth=1.2, label="mean of the replicas")
+    elif any(x is not None for x in told["own"]) and not run.losses:
+        known = [(s, x) for s, x in zip(steps, told["own"], strict=True) if x is not None]
+        axis.plot(*zip(*known, strict=True), label="first replica")
     elif run.losses:
         axis.plot(*zip(*[(s, math.nan if x is None else x) for s, x, _ in run.losses], strict=True), label="mean")
     axis.set_xlabel("step")
@@ -170,6 +177,22 @@ def _cost(axis: Any, told: dict[str, Any]) -> None:
     axis.set_ylim(bottom=0)
     axis.set_xlabel("step")
     axis.set_ylabel("% of the round's time")
+    axis.legend(fontsize="small")
+
+
+def _search(axis: Any, search: dict[str, Any]) -> None:
+    for label, ramp in (("first ramp", search["coarse"]), ("second ramp", search["fine"])):
+        axis.plot(ramp[0], _nan(ramp[1]), ".-", label=label)
+    if search["low"] is not None:
+        axis.axvspan(search["low"], search["high"], alpha=0.15, color="tab:green", label="low losses")
+        if search["lower"] is not None and search["lower"] < search["low"]:
+            axis.axvspan(search["lower"], search["low"], alpha=0.06, color="tab:green", label="counted too")
+    axis.axvline(search["rate"], color="k", linestyle="--", label=f"found: {search['rate']:.3g}")
+    if search["first_loss"] is not None:
+        axis.axhline(search["first_loss"], color="0.6", linestyle=":", label="initial weights")
+    axis.set_xscale("log")
+    axis.set_xlabel("learning rate")
+    axis.set_ylabel("loss on the probe")
     axis.legend(fontsize="small")
 
 

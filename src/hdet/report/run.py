@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
+import re
 import socket
 import statistics
-import sys
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from hdet.json_lines import append, parse
+from hdet.json_lines import append, check_line
+from hdet.liveness import process_state
+from hdet.range_test.found_rate import FoundRate
+from hdet.reading import Lines, UnreadableError, read_json, why
+from hdet.schema import Check, Field, count, fields, mapping, number_or_hole, of, record, text
 
-_LARGEST = sys.float_info.max
 _SECONDS_TO_STALL = 30.0
 _ROUNDS_TO_STALL = 10
 _SECONDS = ("round_seconds", "converge_seconds", "probe_seconds")
-_ROW = ("base", "center", "scale", "scale_before", "proposed_scale", "estimate", "error")
+_MOST_SECONDS = 1e12
+_WRITER = re.compile(r"(.*):([1-9][0-9]{0,8})", re.DOTALL)
+_LOSS = record(
+    {"step": Field(count), "loss": Field(number_or_hole), "lr": Field(number_or_hole, required=False)}, others=True
+)
+_RESULT = record({"held_out": Field(mapping(number_or_hole), required=False)}, others=True)
+_ABOUT = record({"options": Field(of(dict[str, Any]), required=False)}, others=True)
+_FOUND = {name: field._replace(required=False) for name, field in fields(FoundRate, holes=True).items()}
+_SEARCH = record({**_FOUND, "peak_lr": Field(number_or_hole, required=False)}, others=True)
 
 
 class Status(NamedTuple):
@@ -35,55 +46,109 @@ class Run:
         lines: the rounds, as `hdet.json_lines` has them.
         generation: goes up when rounds that were read before have changed.
         losses: step, mean training loss and learning rate, from the lab's losses.jsonl.
-        result: the lab's result.json; None without it.
-        search: the lab's find_lr.json, of the search before the first step; None without it.
+
+    What is no round, or not what it must be, is left out: `notices` say so.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         given = Path(path)
         self.path = given if given.suffix == ".jsonl" else given / "rounds.jsonl"
-        self.name = (given if given.suffix != ".jsonl" else given.with_suffix("")).resolve().name
+        self.name = text((given if given.suffix != ".jsonl" else given.with_suffix("")).resolve().name)
         self.lines: list[dict[str, Any]] = []
         self.generation = 0
         self.losses: list[tuple[int, float | None, float | None]] = []
-        self.result: dict[str, Any] | None = None
-        self.search: dict[str, Any] | None = None
-        self._read = 0
-        self._identity = 0
+        self._rounds = Lines(self.path, check_line)
+        self._loss_lines = Lines(self.path.with_name("losses.jsonl"), _LOSS)
+        self._result = _Document(self.path.with_name("result.json"), _RESULT)
+        self._about = _Document(self.path.with_name("options.json"), _ABOUT)
+        self._search = _Document(self.path.with_name("find_lr.json"), _SEARCH)
+        self._trouble: dict[Path, str] = {}  # why a file of lines cannot be read
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """The lab's result.json; None without it."""
+        return self._result.content
+
+    @property
+    def search(self) -> dict[str, Any] | None:
+        """The lab's find_lr.json, of the search before the first step; None without it."""
+        return self._search.content
+
+    @property
+    def notices(self) -> list[str]:
+        """What was left out and why, in words."""
+        files = (self._rounds, self._loss_lines, self._result, self._search)
+        return [said for said in (*self._trouble.values(), *(file.notice for file in files)) if said]
 
     def refresh(self) -> bool:
-        """Read what is new; whether anything was."""
-        before = self._read, self.generation, len(self.losses), self.result
-        self._read_folder()
-        if self.losses and not self.path.exists():  # a plain run of the lab: nothing but losses
-            return before != (self._read, self.generation, len(self.losses), self.result)
-        with _open(self.path) as file:
-            about = os.fstat(file.fileno())
-            if about.st_ino != self._identity or about.st_size < self._read:  # another run in its place
-                self.lines, self._read, self._identity = [], 0, about.st_ino
-                self.generation += 1
-            file.seek(self._read)
-            data = file.read()
-        fresh: list[dict[str, Any]] = []
-        self._read += append(fresh, data, self.path)
-        for line in map(_cleaned, fresh):
-            if self.lines and self.lines[-1]["round"] >= line["round"]:  # a resumed run does them again
-                self.lines = [old for old in self.lines if old["round"] < line["round"]]
-                self.generation += 1
-            self.lines.append(line)
-        return before != (self._read, self.generation, len(self.losses), self.result)
+        """Read what is new; whether anything was.
+
+        Raises:
+            FileNotFoundError: if there is nothing that can be read.
+        """
+        before = self._state()
+        self._trouble.clear()
+        if self._in_lab:
+            self._read_losses()
+            self._result.refresh()
+            self._search.refresh()
+            self._about.refresh()
+        if _is_there(self.path) or not (self.losses or self.search):  # a plain run, or a search, has no rounds
+            self._read_rounds()
+        return before != self._state()
+
+    def follow(self) -> None:
+        """The same for a run that may not have begun yet, or may be gone: what cannot be read is in `notices`."""
+        self._trouble.clear()
+        try:
+            if self.exists:
+                self.refresh()
+        except OSError as error:
+            self._trouble[self.path] = str(error)
+
+    def _state(self) -> tuple[Any, ...]:
+        return self._rounds.position, self.generation, len(self.losses), self.result
+
+    def _read_rounds(self) -> None:
+        restarts, fresh = self._rounds.restarts, []
+        try:
+            fresh = [_cleaned(line) for _, line in self._rounds.more()]
+        except (OSError, UnreadableError) as error:
+            said = f"{self.path} cannot be read ({why(error)})"
+            if not self.losses:
+                said = "; ".join([said, *filter(None, (self._result.notice, self._search.notice))])
+                raise FileNotFoundError(f"{said}; give a run folder, or the file that hdet.JSONLines writes") from error
+            self._trouble[self.path] = said
+        if self._rounds.restarts != restarts:  # another run in its place
+            self.lines = []
+            self.generation += 1
+        self.generation += append(self.lines, fresh)
+
+    def _read_losses(self) -> None:
+        path, restarts = self._loss_lines.path, self._loss_lines.restarts
+        try:
+            fresh = [(line["step"], line["loss"], line.get("lr")) for _, line in self._loss_lines.more()]
+        except FileNotFoundError:
+            return
+        except (OSError, UnreadableError) as error:
+            self._trouble[path] = f"{path} cannot be read ({why(error)})"
+            return
+        self.losses = [*(self.losses if self._loss_lines.restarts == restarts else []), *fresh]
 
     def status(self, now: float) -> Status:
         """Whether it goes on, from what it has written and whether the process that wrote it is there."""
         if not self.lines and not self.losses:
-            return Status("waiting", "no round has ended yet")
+            return self._begun()
         last: dict[str, Any] = self.lines[-1] if self.lines else {"step": self.losses[-1][0]}
         step, total = last["step"], last.get("total_steps")
         where = f"step {step:,}" if total is None else f"step {step:,} of {total:,}"
         if last.get("last") or self.result is not None:
             return Status("ended", f"ended at {where}")
-        ago = max(0.0, now - self._written())
-        alive = _alive(last.get("written_by", ""))
+        written = self._written()
+        if written is None:
+            return Status("cut off", f"cut off at {where}: its files are gone; what they held is shown")
+        ago = max(0.0, now - written)
+        alive = _alive(last.get("written_by") or "")
         if alive is False:
             return Status("cut off", f"cut off at {where}: the process that wrote it is gone and had not finished")
         seconds = [line["round_seconds"] for line in self.lines[-_ROUNDS_TO_STALL:] if line.get("round_seconds")]
@@ -93,92 +158,89 @@ class Run:
         doubt = "" if alive else ", or was cut off"
         return Status("stalled", f"stalled{doubt} at {where}: nothing was written for {_duration(ago)}")
 
+    def _begun(self) -> Status:
+        """What there is before the first round."""
+        if self.search is None:
+            return Status("waiting", "no round has ended yet")
+        about = self._about.content or {}
+        if (about.get("options") or {}).get("controller") == "none":  # a plain run does not search
+            return Status("ended", "a search for the learning rate, and no run")
+        return Status("waiting", "the search has ended, no round yet")
+
     @property
     def exists(self) -> bool:
         """Whether it has begun."""
-        return self.path.exists() or (self._in_lab and self.path.with_name("losses.jsonl").exists())
+        others = (self._loss_lines.path, self._search.path) if self._in_lab else ()
+        return any(map(_is_there, (self.path, *others)))
 
     @property
     def _in_lab(self) -> bool:
         """Whether the folder is one of the lab's, so that its other files mean what they are called."""
-        return self.path.name == "rounds.jsonl" and self.path.with_name("options.json").exists()
+        return self.path.name == "rounds.jsonl" and _is_there(self._about.path)
 
     @property
     def held_out(self) -> float | None:
         """The held-out loss at the end, where the lab has measured it."""
-        return _number(((self.result or {}).get("held_out") or {}).get("loss"))
+        loss: float | None = ((self.result or {}).get("held_out") or {}).get("loss")
+        return loss
 
-    def _written(self) -> float:
-        """When anything of it was last written."""
-        files = [self.path, *([self.path.with_name("losses.jsonl")] if self.losses else [])]
-        return max(file.stat().st_mtime for file in files if file.exists())
-
-    def _read_folder(self) -> None:
-        if not self._in_lab:
-            return
-        path = self.path.with_name("losses.jsonl")
-        if path.exists():
-            lines = parse(path.read_bytes(), path)
-            self.losses = [(int(line["step"]), _number(line["loss"]), _number(line.get("lr"))) for line in lines]
-        self.result = _read_json(self.path.with_name("result.json"))
-        self.search = _read_json(self.path.with_name("find_lr.json"))
+    def _written(self) -> float | None:
+        """When anything of it was last written; None if it is gone."""
+        times = []
+        for file in (self.path, *([self._loss_lines.path] if self.losses else [])):
+            with contextlib.suppress(OSError):
+                times.append(file.stat().st_mtime)
+        return max(times, default=None)
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """What is in a file that may not be there, or be of another program."""
+class _Document:
+    """A JSON file beside the rounds, read again when it has changed; None if it is not there or not what it must be."""
+
+    def __init__(self, path: Path, check: Check) -> None:
+        self.content: dict[str, Any] | None = None
+        self.notice = ""
+        self.path, self._check = path, check
+        self._stamp: tuple[int, ...] = ()
+
+    def refresh(self) -> None:
+        try:
+            about = self.path.stat()
+            stamp = about.st_ino, about.st_mtime_ns, about.st_size
+            if stamp != self._stamp:
+                self.content, self.notice, self._stamp = None, "", stamp
+                self.content = self._check(read_json(self.path))
+        except FileNotFoundError:
+            self.content, self.notice, self._stamp = None, "", ()
+        except (OSError, ValueError) as error:
+            self.content, self.notice = None, f"{self.path} is left out: {why(error)}"
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is something of this name, which reading it may find to be of no use."""
     try:
-        found = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _cleaned(line: dict[str, Any]) -> dict[str, Any]:
-    """A line in which what must be a number is one, or None: another program may have written it."""
-    line.update({key: _numbers(line.get(key)) for key in ("scores", "probe")})
-    line.update({key: _number(line.get(key)) for key in ("start", *_SECONDS)})
-    for row in line["hyperparameters"].values():
-        row["values"] = _numbers(row.get("values"))
-        row.update({key: _number(row.get(key)) for key in _ROW})
-        row["memory"] = {key: _number(value) for key, value in (row.get("memory") or {}).items()}
+    """A line in which no times are beyond all measure: they are added up."""
+    for key in _SECONDS:
+        seconds = line.get(key)
+        line[key] = seconds if seconds is not None and 0 <= seconds < _MOST_SECONDS else None
     return line
-
-
-def _numbers(values: Any) -> list[float | None]:
-    if not isinstance(values, list):
-        return []
-    return [value if type(value) is float and -_LARGEST < value < _LARGEST else _number(value) for value in values]
-
-
-def _number(value: Any) -> float | None:
-    if type(value) is float:  # nearly always
-        return value if -_LARGEST < value < _LARGEST else None
-    known = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
-    return float(value) if known else None
-
-
-def _open(path: Path) -> Any:
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        raise FileNotFoundError(
-            f"{path} cannot be read ({error.strerror}); give a run folder, or the file that hdet.JSONLines writes"
-        ) from error
 
 
 def _alive(written_by: str) -> bool | None:
     """Whether the process still runs; None if that cannot be told from this machine."""
-    host, _, pid = written_by.rpartition(":")
-    if host != socket.gethostname() or not pid.isdigit():
+    match = _WRITER.fullmatch(written_by)
+    if match is None or match[1] != socket.gethostname():
         return None
-    try:
-        os.kill(int(pid), 0)
-        stat = Path(f"/proc/{pid}/stat")
-        return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] in "ZX")  # ended, not yet buried
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OSError):
-        return True
+    state = process_state(int(match[2]))
+    return None if state is None else state != "ended"
 
 
 def _duration(seconds: float) -> str:

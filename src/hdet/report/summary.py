@@ -9,7 +9,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hdet.descent import Trend, words
 from hdet.report.run import Status
+from hdet.report.search import answer, find_search, where
+from hdet.report.search import number as _number
+from hdet.report.search import seconds as _seconds
 
 _HIGHEST = ("center", "base")
 _MOST_NAMES = 4  # hyperparameters that are told one by one
@@ -28,33 +32,59 @@ def summary(
         status: whether the run goes on.
         search: the lab's find_lr.json, if the rate was found before the run.
     """
+    searched = find_search(lines, search)
+    if not lines and searched is not None:
+        return [_search_card(_found(None, searched), searched), *_only_searched(searched, status)]
     if not lines:
         tone = "good" if status.state in ("waiting", "running", "ended") else "bad"
         return [{"title": "Health", "text": f"{status.text}; no rounds are recorded.", "tone": tone}]
     names = _told(lines[-1]["hyperparameters"])
-    found = _found(lines[0], search)
+    problem = _not_learning(lines[-1])
+    found = _found(lines[0], searched)
     return [
-        *([{"title": "Found", "text": found}] if found else []),
+        *([_search_card(found, searched)] if found else []),
         {"title": "Tried", "text": _tried(lines, names)},
-        {"title": "Won", "text": _won(lines, names)},
-        {"title": "Controller", "text": _controller(lines, names)},
-        {"title": "Cost", "text": _cost(lines)},
-        _health(lines, status),
+        {"title": "Won", "text": _doubted(_won(lines, names), problem)},
+        {"title": "Controller", "text": _doubted(_controller(lines, names, bool(problem)), problem)},
+        {"title": "Cost", "text": _cost(lines, searched)},
+        _health(lines, status, problem),
     ]
+
+
+def _not_learning(line: Mapping[str, Any]) -> str:
+    """What is wrong with the losses at the end of these rounds, and what to do; empty if nothing is."""
+    return words(Trend(**{name: line[name] for name in Trend._fields if line.get(name) is not None}))
+
+
+def _doubted(text: str, problem: str) -> str:
+    return (
+        f"{text}\nThe losses have not clearly fallen since the start: this shows nothing of what is better."
+        if problem
+        else text
+    )
 
 
 def _told(hyperparameters: Mapping[str, Any]) -> list[str]:
     return list(hyperparameters)[:_MOST_NAMES]
 
 
-def _found(first: Mapping[str, Any], search: Mapping[str, Any] | None) -> str:
+def _found(first: Mapping[str, Any] | None, search: Mapping[str, Any] | None) -> str:
     """What a search before the first step has found and cost; empty if there was none."""
-    if search is None:
-        events = [str(event) for event in first.get("events") or ()]
-        return next((event.removeprefix(_FOUND) + "." for event in events if event.startswith(_FOUND)), "")
-    rate, start, cost = (_number(search.get(key)) for key in ("rate", "peak_lr", "cost"))
-    took = _seconds(search.get("seconds") or 0.0)
-    return f"learning rate {rate}, before the first step, from {start}. It took {took}, as much as {cost} steps."
+    if search is not None:
+        return answer(search)
+    events = [str(event) for event in (first or {}).get("events") or ()]  # all that older files have of it
+    return next((event.removeprefix(_FOUND) + "." for event in events if event.startswith(_FOUND)), "")
+
+
+def _search_card(text: str, search: Mapping[str, Any] | None) -> dict[str, str]:
+    return {"title": "Found", "text": text} | ({"tone": "bad"} if search is not None and search["doubts"] else {})
+
+
+def _only_searched(search: Mapping[str, Any], status: Status) -> list[dict[str, str]]:
+    """Of a search that no run has followed, or not yet."""
+    about = [{"title": "Where", "text": where(search)}] if where(search) else []
+    said = f"{status.text[:1].upper()}{status.text[1:]}."
+    return [*about, {"title": "Next", "text": search["next"]}, {"title": "Health", "text": said, "tone": "good"}]
 
 
 def _tried(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
@@ -95,17 +125,17 @@ def _won(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     return "\n".join(said) or "No replica was compared with another."
 
 
-def _controller(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+def _controller(lines: Sequence[Mapping[str, Any]], names: Sequence[str], doubted: bool) -> str:
     said = []
     for name in names:
         rows, at = _while_it_mattered(lines, name)
         moved = [row for row in rows if row.get("decision") not in ("kept", "", None)]
         if not moved:
-            why = f" ({_why(rows[-1])})" if _why(rows[-1]) else ""
+            why = f" ({_why(rows[-1])})" if _why(rows[-1]) and not doubted else ""
             said.append(f"{name}: on the schedule, x{_number(rows[-1]['scale'])}{why}.")
             continue
         now = f"{name}: {at} x{_number(rows[-1]['scale'])} of the schedule, moved in {_count(len(moved), 'round')}."
-        why = f" ({_why(moved[-1])})" if _why(moved[-1]) else ""
+        why = f" ({_why(moved[-1])})" if _why(moved[-1]) and not doubted else ""
         center, base = (max((row[key] for row in rows if row[key] is not None), default=None) for key in _HIGHEST)
         highest = f"At most {_number(center)}, where the schedule has {_number(base)}."
         said.append(f"{now} {highest} Last: {moved[-1]['decision']}{why}.")
@@ -129,19 +159,22 @@ def _why(row: Mapping[str, Any]) -> str:
     return str(row.get("finding") or "").partition(": ")[2]
 
 
-def _cost(lines: Sequence[Mapping[str, Any]]) -> str:
+def _cost(lines: Sequence[Mapping[str, Any]], search: Mapping[str, Any] | None = None) -> str:
     total, converge, probe = (
         math.fsum(line.get(f"{part}_seconds") or 0.0 for line in lines) for part in ("round", "converge", "probe")
     )
     if total <= 0:
         return "No times were recorded."
+    before = (search or {}).get("seconds") or 0.0
+    total += before
+    searched = f"search {before / total:.1%}, " if before else ""
     return (
-        f"{(converge + probe) / total:.1%} of {_seconds(total)}: converge {converge / total:.1%}, "
+        f"{(before + converge + probe) / total:.1%} of {_seconds(total)}: {searched}converge {converge / total:.1%}, "
         f"probe {probe / total:.1%}. The rest is training."
     )
 
 
-def _health(lines: Sequence[Mapping[str, Any]], status: Status) -> dict[str, str]:
+def _health(lines: Sequence[Mapping[str, Any]], status: Status, problem: str) -> dict[str, str]:
     losses = [line.get("probe") or line["scores"] for line in lines]
     judged = [row for row in losses if any(loss is not None for loss in row)]
     holes = sum(any(loss is None for loss in row) for row in judged)
@@ -155,14 +188,25 @@ def _health(lines: Sequence[Mapping[str, Any]], status: Status) -> dict[str, str
         wrong.append(f"{_count(holes + lost, 'round')} with losses that are not finite")
     if alarms:
         wrong.append(f"{_count(alarms, 'alarm')} in the events below")
+    if problem:
+        wrong.append(problem)
     good = status.state in ("running", "ended", "waiting") and not wrong
     said = f"{status.text[:1].upper()}{status.text[1:]}."
-    said += f" {'; '.join(wrong)}." if wrong else " All losses are finite, no rollback." if judged else ""
+    said += (
+        f" {(faults := '; '.join(wrong))[:1].upper()}{faults[1:]}."
+        if wrong
+        else " All losses are finite, no rollback."
+        if judged
+        else ""
+    )
     means = [sum(known) / len(known) for row in judged if (known := [x for x in row if x is not None])]
     if means:
         at = [line["step"] for row, line in zip(losses, lines, strict=True) if any(x is not None for x in row)][-1]
         last = "the last" if at == lines[-1]["step"] else f"that of step {at}, the last with losses"
         said += f" Loss {means[0]:.4g} in the first round, {means[-1]:.4g} in {last}."
+    own = [] if means else [line["loss"] for line in lines if line.get("loss") is not None]
+    if own:
+        said += f" Loss of the first replica {own[0]:.4g} at the start, {own[-1]:.4g} at the end."
     return {"title": "Health", "text": said, "tone": "good" if good else "bad"}
 
 
@@ -183,13 +227,3 @@ def _interval(lines: Sequence[Mapping[str, Any]]) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
-
-
-def _number(x: float | None) -> str:
-    return "?" if x is None else f"{x:,.0f}" if 1000 <= abs(x) < 1e6 else f"{x:.3g}"
-
-
-def _seconds(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -13,8 +15,20 @@ from urllib.parse import parse_qs, urlsplit
 
 from hdet.report.page import page, run_data, version
 from hdet.report.run import Run
+from hdet.terminal import say
 
 _ADDRESS = "127.0.0.1"
+_VERSION = re.compile(r"(?:([0-9]{1,15}):([0-9]{1,15}):[0-9]{1,15})?")  # empty: a page that has nothing yet
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """One line in place of a traceback; none where a page was closed before it had its answer."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, ConnectionError):
+            say(f"hdet: error: {type(error).__name__}: {error}", sys.stderr)
 
 
 class Watch:
@@ -31,8 +45,7 @@ class Watch:
     def __init__(self, runs: Sequence[Run], port: int = 0) -> None:
         self._runs = list(runs)
         self._lock = threading.Lock()  # runs are read by one request at a time
-        self._server = ThreadingHTTPServer((_ADDRESS, port), self._handler())
-        self._server.daemon_threads = True
+        self._server = _Server((_ADDRESS, port), self._handler())
         self.url = f"http://{_ADDRESS}:{self._server.server_address[1]}/"
 
     def serve(self) -> None:
@@ -50,14 +63,14 @@ class Watch:
         """The page as it is now."""
         with self._lock:
             for run in self._runs:
-                _refresh(run)
+                run.follow()
             return page([run_data(run) for run in self._runs], live=True)
 
     def news(self, have: Sequence[str]) -> list[dict[str, Any] | None]:
         """What a page does not have yet, by run; it says which version of each it has."""
         with self._lock:
             for run in self._runs:
-                _refresh(run)
+                run.follow()
             return [
                 None if told == version(run, time.time()) else run_data(run, _since(run, told))
                 for run, told in zip(self._runs, have, strict=True)
@@ -73,19 +86,22 @@ class Watch:
                 if self.headers.get("Host") not in (f"{_ADDRESS}:{port}", f"localhost:{port}"):
                     self._answer(HTTPStatus.FORBIDDEN, "text/plain", "ask for 127.0.0.1")
                     return
-                url = urlsplit(self.path)
+                try:
+                    url = urlsplit(self.path)
+                    have = _versions(url.query, len(watch._runs))
+                except ValueError as error:
+                    self._answer(HTTPStatus.BAD_REQUEST, "text/plain", str(error))
+                    return
                 try:
                     if url.path == "/":
                         self._answer(HTTPStatus.OK, "text/html", watch.page())
                     elif url.path == "/data":
-                        have = parse_qs(url.query).get("have", [""])[0].split(",")
-                        have = have if len(have) == len(watch._runs) else [""] * len(watch._runs)
                         self._answer(
                             HTTPStatus.OK, "application/json", json.dumps({"runs": watch.news(have)}, allow_nan=False)
                         )
                     else:
                         self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there is / and nothing else")
-                except (OSError, ValueError) as error:
+                except (OSError, ValueError, ArithmeticError) as error:
                     self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", str(error))
 
             def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
@@ -104,16 +120,20 @@ class Watch:
         return Handler
 
 
-def _refresh(run: Run) -> None:
-    """Read what is new; a run that has not begun is empty."""
-    if run.exists:
-        run.refresh()
+def _versions(query: str, runs: int) -> list[str]:
+    """The versions that a page has, one for each run; empty ones if it has none, or those of other runs.
+
+    Raises:
+        ValueError: for what no page asks.
+    """
+    have = parse_qs(query).get("have", [""])[0].split(",")
+    if not all(_VERSION.fullmatch(told) for told in have):
+        raise ValueError("have must be a version for each run, such as 1:20:3735928559")
+    return have if len(have) == runs else [""] * runs
 
 
 def _since(run: Run, version: str) -> int:
     """How many rounds a page has of what the run is now."""
-    generation, _, rest = version.partition(":")
-    rounds = rest.partition(":")[0]
-    return (
-        int(rounds) if generation == str(run.generation) and rounds.isdigit() and int(rounds) <= len(run.lines) else 0
-    )
+    match = _VERSION.fullmatch(version)
+    known = match is not None and match[1] == str(run.generation) and int(match[2]) <= len(run.lines)
+    return int(match[2]) if match is not None and known else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from hdet.board import who
 from hdet.rollback.rollback import Keeper, Rollback, Verdict
 from hdet.rounds import Rounds
 from hdet.tensors import Tensors
@@ -37,9 +38,9 @@ class Recovery:
         """What the learning rates are multiplied by when it goes back."""
         return 1.0 if self._keeper is None else self._keeper.rollback.cut
 
-    def watch(self, losses: Sequence[float], early: float | None, checkpoint: str | None) -> Verdict:
+    def watch(self, losses: Sequence[float], early: float | None, checkpoint: str | None, lost: str = "") -> Verdict:
         """What to do after a round with these mean losses of the replicas that count, none if nobody was judged, and
-        `early` as the mean of its first ones.
+        `early` as the mean of its first ones; `lost` says why no replica counts, if none does.
 
         Raises:
             RuntimeError: if the run has diverged once too often, or before there was anything to go back to.
@@ -47,6 +48,14 @@ class Recovery:
         at = self._rounds.at
         if self._keeper is None or not losses or not at.step_in_round:
             return "ok"
+        if lost and self._keeper.kept_at is None:
+            where = (
+                "your last checkpoint, if there is one" if checkpoint is None else f"the last checkpoint, {checkpoint}"
+            )
+            raise RuntimeError(
+                f"{lost} at step {at.step}, before the first full round since the start or the resume: there is "
+                "nothing to go back to; begin with a lower learning rate, or look for bad data. Resume from " + where
+            )
         return self._keeper.watch(losses, at.step_in_round, at.step, early, checkpoint)
 
     def keep(self) -> None:
@@ -59,15 +68,14 @@ class Recovery:
         if self._keeper is not None and not self._keeper.fits(*self._tensors.kept()):
             self.keep()
 
-    def put_back(self, losses: Sequence[float]) -> str:
-        """Put the snapshot back; what happened, in words. Collective."""
+    def put_back(self, why: str) -> str:
+        """Put the snapshot back; what happened and why, in words. Collective."""
         assert self._keeper is not None
         self._keeper.put_back(*self._tensors.kept())
         self._rounds.at.equal = True
-        seen = [loss for loss in losses if math.isfinite(loss)] or losses
         return (
-            f"rolled back at step {self._rounds.at.step} to the weights of step {self._keeper.kept_at}: the loss was "
-            f"{sum(seen) / len(seen):.4g}; learning rates x{self.cut:g}"
+            f"rolled back at step {self._rounds.at.step} to the weights of step {self._keeper.kept_at}: {why}; "
+            f"learning rates x{self.cut:g}"
         )
 
     def state_dict(self) -> dict[str, float] | None:
@@ -77,4 +85,20 @@ class Recovery:
     def load_state_dict(self, state: Mapping[str, float] | None) -> None:
         """Go on from `state_dict()`, if there was one."""
         if self._keeper is not None and state is not None:
-            self._keeper.state = dict(state)
+            self._keeper.state = {**self._keeper.rollback.alarm.init(), **state}  # older states lack some
+
+
+def in_words(losses: Sequence[float]) -> str:
+    """What the losses of the replicas were: their mean, or those that are not finite.
+
+    >>> in_words([1.0, math.inf]), in_words([math.nan, math.nan]), in_words([1.0, 2.0])
+    ('the loss was inf on replica 1', 'the loss was nan', 'the loss was 1.5')
+    """
+    odd: dict[str, list[int]] = {}
+    for replica, loss in enumerate(losses):
+        if not math.isfinite(loss):
+            odd.setdefault(str(loss), []).append(replica)
+    if not odd:
+        return f"the loss was {sum(losses) / len(losses):.4g}"
+    everywhere = len(odd) == 1 and len(next(iter(odd.values()))) == len(losses)
+    return "the loss was " + ", ".join(f"{loss}{'' if everywhere else f' on {who(r)}'}" for loss, r in odd.items())

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from hdet.arguments import Rule, check_count, check_number
+from hdet.converge import has_numbers, widened
 from hdet.replicas import Replicas
 from hdet.rollback.snapshot import Snapshot
+from hdet.score import typical
 
 Verdict = Literal["ok", "best", "alarm"]
 
@@ -27,10 +29,11 @@ _AT_FIRST = 1 / 32  # of the start, until the noise is known: 8 of them are a qu
 _LEAST_BENDS = 4  # second differences, of six half windows in a row, that it is known from
 _FEW = 8.0  # bends may be small by chance: the noise is (1 + 8 / bends) times what they say
 _NOISE_BENDS = 30  # that it is averaged over
+_ODD = 1 / 4  # of the gain: with as much as the gain, two odd rounds within four raised alarms, with this none
 _ROUNDING = 1e-6  # of the loss, at least, is noise: single precision
 
 _FRESH = dict.fromkeys(
-    ("steps", "rounds", "sum", "weight", "level", "block_sum", "block_steps", "blocks", "last", "before"), 0.0
+    ("steps", "rounds", "loss", "sum", "weight", "level", "block_sum", "block_steps", "blocks", "last", "before"), 0.0
 )
 _KEPT = dict.fromkeys(("noise", "noise_weight", "bends", "started", "start", "best", "error", "unsaved", "alarms"), 0.0)
 
@@ -45,9 +48,11 @@ class Alarm:
         start = L over the first tenth of a window     best = the lowest L     e = the noise in L
         alarm:   start - best > 8 e   and   L - best > max((start - best) / 2, 8 e)
 
-    L is taken of two rounds in a row, the higher for `best` and the lower for the alarm: one odd round is neither. A
-    loss that is not finite is an alarm at once. After an alarm L begins anew, and for `window` steps there is no other
-    but that one; start and best stay.
+    L is taken of two rounds in a row, the higher for `best` and the lower for the alarm: one odd round is neither. Nor
+    does it stay in L: a round that is worse than the start, or than L if that is higher, by more than a quarter of the
+    gain and by more than 8 e counts for no more than that, unless the round before was as bad. (In the first window a
+    round counts for at most twice the start.) A loss that is not finite is an alarm at once. After an alarm L begins
+    anew, and for `window` steps there is no other but that one; start and best stay.
 
     The start is the mean of the first steps, ten of them with the default window, and so about the loss of an untrained
     model. A whole window would be too many: a run with a rate that is too high often learns, and is lost again, within
@@ -138,13 +143,25 @@ class Alarm:
         new = dict(state)
         kept = math.exp(-steps / self.window)
         new["steps"], new["unsaved"] = state["steps"] + steps, state["unsaved"] + steps
-        new["rounds"] = state["rounds"] + 1
+        new["rounds"], new["loss"] = state["rounds"] + 1, loss
+        loss = _believed(state, loss)
         new["sum"] = kept * state["sum"] + (1 - kept) * loss
         new["weight"] = kept * state["weight"] + (1 - kept)
         new["level"] = new["sum"] / new["weight"]
         if new["started"]:
             new["block_sum"], new["block_steps"] = state["block_sum"] + steps * loss, state["block_steps"] + steps
         return _end_block(new) if 2 * new["block_steps"] >= self.window else new
+
+
+def _believed(state: Mapping[str, float], loss: float) -> float:
+    """What a round with this loss counts as, see `Alarm`."""
+    start, level = state["start"], state["level"]
+    if not (state["rounds"] or state["started"]):
+        return loss
+    room = max(_ODD * (start - state["best"]), _STANDS_OUT * state["error"]) if state["started"] else abs(start)
+    if not state["rounds"]:  # after an alarm
+        return min(loss, start + room)
+    return min(loss, max(start + room, level + room, state["loss"]))
 
 
 def _end_block(new: dict[str, float]) -> dict[str, float]:
@@ -245,7 +262,7 @@ class Keeper:
         Raises:
             RuntimeError: if the run has diverged once too often, or before there was anything to go back to.
         """
-        self.state, verdict = self.rollback.alarm.update(self.state, math.fsum(scores) / len(scores), steps, early)
+        self.state, verdict = self.rollback.alarm.update(self.state, typical(scores), steps, early)
         if verdict == "alarm":
             self.rollback.check(self.state, at, checkpoint)
             if self.kept_at is None:
@@ -262,7 +279,7 @@ class Keeper:
 
         Nothing is kept of weights that are not finite.
         """
-        floating = [t for t in shared if t.is_floating_point()]
+        floating = [widened(t) for t in shared if has_numbers(t)]
         sums = [t.sum(dtype=torch.promote_types(t.dtype, torch.float32)) for t in floating]
         if not replicas.all_true(not sums or bool(torch.stack([total.isfinite() for total in sums]).all())):
             return

@@ -39,7 +39,8 @@ class Chart {
       width: this.width(), height: HEIGHT, padding: [10, 26, 0, 0],
       series: [{ label: spec.x, value: shown }, ...spec.series],
       bands: spec.bands || [],
-      scales: { x: { time: false, range: spec.xRange }, y: { distr: spec.log ? 3 : 1, range: spec.range } },
+      hooks: spec.hooks || {},
+      scales: { x: { time: false, distr: spec.xLog ? 3 : 1, range: spec.xRange }, y: { distr: spec.log ? 3 : 1, range: spec.range } },
       axes: [axis({ label: spec.x, values: (_, ticks) => ticks.map(tick) }),
              axis({ size: 70, label: spec.y, values: (_, ticks) => ticks.map(tick) })],
       cursor: { sync: spec.own ? undefined : { key: "rounds" }, drag: { x: true, y: false }, points: { size: 7 } },
@@ -106,6 +107,10 @@ function loss(run, view, log) {
     return { key: ["loss", run.name, "mean", log, css("--lightness")], x: "step", y: "training loss", log, own: true,
       series: [line("mean of the replicas", css("--accent"))], data: [run.losses[0], clean(run.losses[1])] };
   }
+  const own = columns.own.some((x) => x != null);
+  if (!known && !probe && own)  // nothing was gathered: what the first replica has noted of its own losses
+    return { key: ["loss", run.name, "own", log, css("--lightness")], x: "step", y: "training loss of the first replica", log,
+      series: [line("first replica", css("--accent"), { spanGaps: true })], data: [columns.step, clean(columns.own)] };
   if (against) {  // who was better than the others, round by round
     const judged = probe ? columns.probe : columns.scores;
     const mean = columns.step.map((_, i) => { const row = judged.map((c) => c[i]).filter((x) => x != null); return row.reduce((s, x) => s + x, 0) / row.length; });
@@ -115,11 +120,13 @@ function loss(run, view, log) {
   }
   const thin = (label, color) => line(label, color, { width: 1 });
   const tried = replicas(run, (probe ? columns.probe : columns.scores).map(clean), thin, css("--accent"));
+  const rest = own && !probe;  // rounds in which nothing was gathered, among others
+  const alone = rest ? [line("first replica alone", css("--second"), { width: 1.5, spanGaps: true })] : [];
   const center = probe ? [...columns.start.slice(1), null] : columns.mean;  // a round starts from the consensus of the last
   return {
-    key: ["loss", run.name, view, log, run.replicas, dotted(run), css("--lightness")], x: "step", y: probe ? "loss on the probe" : "training loss of the round", log,
-    bands: tried.bands, series: [...tried.series, line(probe ? "consensus, next probe" : "mean of the replicas", css("--text"))],
-    data: [columns.step, ...tried.data, clean(center)],
+    key: ["loss", run.name, view, log, rest, run.replicas, dotted(run), css("--lightness")], x: "step", y: probe ? "loss on the probe" : "training loss of the round", log,
+    bands: tried.bands, series: [...tried.series, line(probe ? "consensus, next probe" : "mean of the replicas", css("--text")), ...alone],
+    data: [columns.step, ...tried.data, clean(center), ...(rest ? [clean(columns.own)] : [])],
   };
 }
 
@@ -156,6 +163,35 @@ function cost(run) {
              silent("seconds", css("--muted"))],
     data: [columns.step, share(columns.converge_seconds), share(columns.probe_seconds), columns.round_seconds],
   };
+}
+
+// The search before the first step: both ramps, where losses were low, and the answer.
+function searched(search) {
+  const tables = [search.coarse, search.fine].filter(([rates]) => rates.length), width = 1.5, spanGaps = true;
+  const ramps = [line("first ramp", css("--second"), { width, spanGaps }), line("second ramp", css("--accent"), { width, spanGaps })];
+  const series = [search.coarse, search.fine].flatMap(([rates], k) => rates.length ? [ramps[k]] : []);
+  const near = search.fine[0].length ? search.fine : search.coarse;
+  if (near[0].length) {  // on the ramp, where it was nearest to the answer
+    const away = near[0].map((rate) => Math.abs(Math.log(rate / search.rate))), at = away.indexOf(Math.min(...away));
+    tables.push([[search.rate], [near[1][at]]]);
+    series.push(dots("found", css("--good"), 11));
+  }
+  const data = tables.length ? uPlot.join(tables) : [[], []];
+  if (search.first_loss != null) { data.push(data[0].map(() => search.first_loss)); series.push(line("initial weights", css("--muted"), { dash: [6, 4], width: 1 })); }
+  const across = (u, from, to, color) => {
+    const [left, right] = [from, to].map((rate) => Math.max(u.bbox.left, Math.min(u.valToPos(rate, "x", true), u.bbox.left + u.bbox.width)));
+    u.ctx.fillStyle = color;
+    u.ctx.fillRect(left, u.bbox.top, Math.max(right - left, 2), u.bbox.height);
+  };
+  const low = css("--low"), found = css("--good");
+  const shade = (u) => {
+    u.ctx.save();
+    if (search.low != null) across(u, search.low, search.high, low);
+    if (search.lower != null && search.lower < search.low) across(u, search.lower, search.low, css("--counted"));
+    across(u, search.rate, search.rate, found);
+    u.ctx.restore();
+  };
+  return { key: ["search", search.rate, css("--lightness")], x: "learning rate", y: "loss on the probe", own: true, xLog: true, series, data, hooks: { drawClear: [shade] } };
 }
 
 // The points of one round, its parabola, and where its lowest point is and should be.

@@ -21,6 +21,7 @@ function render() {
   if (!names.includes(state.hyper)) state.hyper = names[0];
   renderWords(run, names);
   renderRuns();
+  renderSearch(run);
   for (const part of document.querySelectorAll(".rounds-only")) part.hidden = !run.rounds;
   if (!run.rounds) return;
   const at = Math.min(state.chosen ?? run.rounds - 1, run.rounds - 1);
@@ -30,7 +31,8 @@ function render() {
   state.logs.scale ??= Math.max(...extent(told.scale.filter((x) => x > 0)), 1) / Math.min(...extent(told.scale.filter((x) => x > 0)), 1) > 4;
   $("fan-title").textContent = `What each replica tried: ${brief(hyper)}`;
   buttons("fan-buttons", [["value", "x schedule"], state.fan, (view) => { state.fan = view; }], "fan");
-  const views = [...(probed ? ["probe"] : []), "training", ...(run.many ? [] : ["against the mean"])];
+  const compared = columns.best.some((x) => x != null);
+  const views = [...(probed ? ["probe"] : []), "training", ...(run.many || !compared ? [] : ["against the mean"])];
   buttons("loss-buttons", [views, state.loss, (view) => { state.loss = view; }], "loss");
   buttons("scale-buttons", null, "scale");
   const stamp = JSON.stringify([run.version, state.run, hyper, state.fan, state.loss, state.logs, css("--lightness")]);
@@ -40,7 +42,9 @@ function render() {
     state.stamp = stamp;
   }
   for (const id of ["fan", "loss", "scale", "cost"]) charts[id].rest(at);
-  renderLine(run, hyper, at);
+  $("line-figure").hidden = !compared;
+  $("events-figure").className = compared ? "" : "wide";
+  if (compared) renderLine(run, hyper, at);
   renderEvents(run);
   renderRounds(run, hyper, at);
 }
@@ -59,6 +63,22 @@ function renderWords(run, names) {
   options($("hyper"), names, names.indexOf(state.hyper));
   $("run-label").hidden = state.runs.length < 2;
   $("hyper-label").hidden = names.length < 2;
+}
+
+function renderSearch(run) {
+  const search = run.search;
+  $("searched").hidden = !search;
+  $("cost-text").textContent = search && search.seconds ? `Before the first step: the search, ${text(search.seconds)} seconds.` : "";
+  if (!search) return;
+  charts.search.draw(searched(search));
+  $("search-text").textContent = search.where;
+  const told = [["learning rate", text(search.rate)], ["rate before", text(search.start)], ["times that", search.start ? text(search.rate / search.start) : "-"],
+    ["losses were low", search.low == null ? "-" : `${text(search.low)} to ${text(search.high)}`],
+    ...(search.lower != null && search.lower < search.low ? [["counted from", text(search.lower)]] : []),
+    ["loss at the initial weights", text(search.first_loss)], ["lowest loss of the ramps", text(extent([...search.coarse[1], ...search.fine[1]].filter((x) => x != null))[0])],
+    ["steps, all undone", text(search.steps)], ["seconds", text(search.seconds)], ["as much as steps of training", text(search.cost == null ? null : Math.round(search.cost))],
+    ...search.doubts.map((doubt, k) => [k ? "" : "not sure", brief(doubt)])];
+  $("found").replaceChildren(...told.map((cells) => row("td", cells)));
 }
 
 function options(select, names, index) {
@@ -116,7 +136,7 @@ function renderRounds(run, hyper, at) {
   const table = [row("th", head)];
   for (let i = page * PAGE; i < Math.min(run.rounds, (page + 1) * PAGE); i++) {
     const seconds = columns.round_seconds[i], spent = (columns.converge_seconds[i] || 0) + (columns.probe_seconds[i] || 0);
-    const cells = row("td", [text(columns.round[i]), text(columns.step[i]), text(columns.mean[i]), text(columns.best[i]), text(told.base[i]), text(told.center[i]),
+    const cells = row("td", [text(columns.round[i]), text(columns.step[i]), text(columns.mean[i] ?? columns.own[i]), text(columns.best[i]), text(told.base[i]), text(told.center[i]),
       text(told.scale[i]), brief(told.decision[i]), brief(told.finding[i]), text(seconds), seconds ? `${text(100 * spent / seconds)} %` : "-"]);
     cells.className = i === at ? "chosen" : "";
     cells.onclick = () => choose(i);
@@ -134,7 +154,8 @@ function row(tag, cells) {
 function renderRuns() {
   $("compare").hidden = state.runs.length < 2;
   if (state.runs.length < 2) return;
-  const of = (run) => run.columns.mean.some((x) => x != null) ? [run.columns.step, run.columns.mean] : run.losses;
+  const of = (run) => run.columns.mean.some((x) => x != null) ? [run.columns.step, run.columns.mean]
+    : run.losses[0].length ? run.losses : [run.columns.step, run.columns.own];
   const hyper = state.hyper ?? state.runs.flatMap((run) => Object.keys(run.columns.hyperparameters))[0] ?? "learning rate";
   const center = (run) => run.columns.hyperparameters[hyper] ? [run.columns.step, run.columns.hyperparameters[hyper].center]
     : run.rounds ? null : [run.losses[0], run.losses[2]];  // a plain run: its learning rate
@@ -143,9 +164,11 @@ function renderRuns() {
   const table = [row("th", ["run", "state", "rounds", "replicas", "last mean loss", "held-out loss", "factor", "overhead"])];
   state.runs.forEach((run, k) => {
     const told = run.columns.hyperparameters[hyper], sum = (column) => column.reduce((s, x) => s + (x || 0), 0);
-    const c = run.columns, total = sum(c.round_seconds), mean = c.mean.filter((x) => x != null).pop();
-    const cells = row("td", [brief(run.name), run.state, text(run.rounds), text(run.replicas), text(mean ?? run.losses[1].at(-1)), text(run.held_out),
-      text(told ? told.scale.at(-1) : null), total ? `${text(100 * (sum(c.converge_seconds) + sum(c.probe_seconds)) / total)} %` : "-"]);
+    const c = run.columns, searched = run.search?.seconds || 0, total = sum(c.round_seconds) + searched;
+    const last = (column) => column.filter((x) => x != null).pop(), mean = last(c.mean) ?? run.losses[1].at(-1) ?? last(c.own);
+    const spent = searched + sum(c.converge_seconds) + sum(c.probe_seconds);
+    const cells = row("td", [brief(run.name), run.state, text(run.rounds), text(run.replicas), text(mean), text(run.held_out),
+      text(told ? told.scale.at(-1) : null), run.rounds && total ? `${text(100 * spent / total)} %` : "-"]);
     cells.className = k === state.run ? "chosen" : "";
     cells.onclick = () => { state.run = k; state.chosen = null; state.loss = null; state.logs.scale = null; render(); };
     table.push(cells);
@@ -194,6 +217,7 @@ async function begin() {
   Object.assign(state, { runs: data.runs, chosen: data.chosen, run: Math.max(0, data.runs.findIndex((run) => run.rounds)) });
   for (const id of ["fan", "loss", "scale", "cost"]) charts[id] = new Chart(id, choose);
   charts.line = new Chart("line");
+  charts.search = new Chart("search");
   charts.compareLoss = new Chart("compare-loss");
   charts.compareCenter = new Chart("compare-center");
   $("run").onchange = (event) => { state.run = event.target.selectedIndex; state.chosen = null; state.loss = null; state.logs.scale = null; render(); };

@@ -1,0 +1,187 @@
+"""Whether a run learns: its losses now against those it began with. Pure, as controllers are: floats on the host."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+_SURE = 3.0  # standard errors
+_PAID_BACK = 1 / 10  # of a rise, at least, must a run have fallen by to count as one that learns
+_MOST_NOISE = 1 / 12  # of the first loss, each error: a fall by 36 % always counts
+_TOO_NOISY = 1 / 10  # of the first loss
+_LOST = 0.9  # of what was gained
+_EXPLODED = 10.0  # times the usual loss on top of the first are no noise, whatever the noise is
+_CLEARLY_MORE = 2.0  # the same where the noise is not known
+_ROUNDING = 1e-6  # of the first loss, at least, is noise: single precision
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 32
+_LOOKED_AT = 10  # rounds, or those of the level and two if that is more, that the noise is known from
+_LEAST_BENDS = 4  # second differences that the noise is known from
+_WINDOW, _AFTER = 100, 1000  # steps, in runs of unknown length
+
+
+class Trend(NamedTuple):
+    """What became of the losses since the start; the fields of `hdet.RoundRecord` with these names."""
+
+    trend: str = ""
+    first_loss: float | None = None
+    level: float | None = None
+    lowest: float | None = None
+    highest: float | None = None
+
+
+class Descent:
+    """Follows the mean losses of the rounds: the same on every replica, or this one's where nothing is gathered.
+
+    The start is the loss of the run's first step, which is that of the weights that it began with: with a rate that is
+    too high a few steps later it is something else. The level is the median of the last tenth of the run (at least one
+    round, at most half of them and 32), so one odd round does not count. With s the standard error of a round of T
+    steps, from the second differences of the rounds, and k rounds in the level::
+
+        level < start - 3 e,   e^2 = T s^2 + 1.6 s^2 / k                    "falls"
+        else: some level was as low, and 9/10 of what it gained are lost   "back", if less "falls"
+              some level was as much above the start                       "risen"
+              neither                                                      "flat"
+
+    or nothing, where 3 e is more than a tenth of the start, as a first step that noisy cannot tell, and where losses
+    are not above 0, as a policy's or a likelihood's: there is no telling how much a share of them is.
+
+    After a rise so clear a fall must be as large as a tenth of it, or of the start if that is less: a net that has died
+    gives out a constant, whose loss is often a little lower than that of the first weights.
+
+    On the way down each part of e counts for at most 1/12 of the start, but in full for "back"; on the way up 3 e
+    counts for at most 10 times the start, or the lowest level if that is more. Nothing is said before half of the run
+    is over, or a quarter if that is 1,000 steps or more: a warm-up is over by then, and much of what a lost run would
+    cost can still be saved.
+
+    Args:
+        total_steps: optimizer steps of the whole run, if known.
+
+    Attributes:
+        said: whether it was told that the losses have not fallen.
+    """
+
+    def __init__(self, total_steps: int | None) -> None:
+        self._window = _WINDOW if total_steps is None else total_steps / 10
+        self._due = _AFTER if total_steps is None else max(total_steps / 4, min(total_steps / 2, _AFTER))
+        self.said = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, without a start: nothing is said unless `update` is given one."""
+        self._first: float | None = None
+        self._recent: list[float] = []
+        self._rounds = 0
+        self._lowest: float | None = None
+        self._highest: float | None = None
+        self.said = False
+
+    def update(self, loss: float, steps: int, first: float | None) -> None:
+        """Take in a round of `steps` steps with this mean loss; `first` is that of the run's first step, if it was in
+        this round. What is not finite is left out.
+        """
+        if first is not None and math.isfinite(first):
+            self._first = first
+        if not math.isfinite(loss) or steps < 1:
+            return
+        self._rounds += 1
+        self._recent = [*self._recent, loss][-_MOST_ROUNDS:]
+        most = max(_LEAST_ROUNDS, math.ceil(self._window / steps))
+        self._taken = max(1, min(most, self._rounds // 2, len(self._recent)))
+        level = statistics.median_low(self._recent[-self._taken :])
+        self._level, self._steps = level, steps
+        self._highest = level if self._highest is None else max(level, self._highest)
+        if self._rounds >= _LEAST_ROUNDS:
+            self._lowest = level if self._lowest is None else min(level, self._lowest)
+
+    def go_back(self) -> None:
+        """The weights are those of an earlier round: its level is not known."""
+        self._recent = []
+
+    def trend(self, step: int, last: bool = False) -> Trend:
+        """What can be said at this step, which may be the run's last."""
+        first, lowest, highest = self._first, self._lowest, self._highest
+        if first is None or not self._recent or lowest is None or highest is None:
+            return Trend()
+        told = Trend("", first, self._level, lowest, highest)
+        if step < self._due and not last:
+            return told
+        return told._replace(trend=self._compared(first, lowest, highest))
+
+    def _compared(self, first: float, lowest: float, highest: float) -> str:
+        below, sure, above = self._margins(first)
+        if highest > first + above:
+            below = max(below, _PAID_BACK * min(highest - first, abs(first)))
+        if self._level < first - below:
+            return "falls"
+        if min(first, lowest) <= 0:
+            return ""
+        if lowest < first - max(below, sure):
+            return "back" if (self._level - lowest) / (first - lowest) > _LOST else "falls"
+        if highest > first + above:
+            return "risen"
+        return "" if below > _TOO_NOISY * first else "flat"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What cannot be recomputed: plain numbers."""
+        return {name: getattr(self, f"_{name}", None) for name in _SAVED} | {"said": self.said}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from `state_dict()`; without one nothing is known of the start."""
+        self.reset()
+        if state is None:
+            return
+        for name in _SAVED:
+            if state[name] is not None:
+                setattr(self, f"_{name}", state[name])
+        self._recent, self.said = list(self._recent), bool(state["said"])
+
+    def _margins(self, first: float) -> tuple[float, float, float]:
+        """How far from the start is no noise: below it, where that is an accusation too, and above it."""
+        size, noise = abs(first), _noise(self._recent[-max(_LOOKED_AT, self._taken + 2) :])
+        errors = (noise * math.sqrt(self._steps), 1.25 * noise / math.sqrt(self._taken))
+        sure, known = _SURE * math.hypot(*errors), noise < math.inf
+        below = _SURE * math.hypot(*(min(error, _MOST_NOISE * size) for error in errors))
+        usual = max(size, min(self._recent[0], self._lowest or 0.0))
+        above = min(sure, (_EXPLODED if known else _CLEARLY_MORE) * usual)
+        least = _ROUNDING * size
+        return max(below, least), sure if known else 0.0, max(above, least)
+
+
+_SAVED = ("first", "recent", "rounds", "lowest", "highest", "level", "steps", "taken")
+
+
+def words(told: Trend) -> str:
+    """What is wrong with a trend, and what to do; empty if nothing is.
+
+    >>> words(Trend("back", 2.31, 2.3, 0.5, 2.4))[:79]
+    'the losses are back where they began (2.31 at the start, 0.5 at best, 2.3 now):'
+    """
+    lower = (told.level or 0.0) < (told.first_loss or 0.0)
+    first, level, lowest, highest = (f"{x:.4g}" if x is not None else "?" for x in told[1:])
+    if told.trend == "back":
+        return (
+            f"the losses are back where they began ({first} at the start, {lowest} at best, {level} now): if the "
+            "data are still the same, begin at a tenth of the learning rate, or write rollback=hdet.Rollback()"
+        )
+    if told.trend == "risen":
+        fallen = "hardly fallen" if lower else "not fallen"
+        between = "" if level == highest else f", {highest} in between"
+        return (
+            f"the losses have {fallen} since the start ({first} then, {level} now{between}): unless they are "
+            "meant to rise, the learning rate is likely too high; run hdet.find_lr, or begin at a tenth of it"
+        )
+    if told.trend == "flat":
+        noisy = " by more than their noise" if lower else ""
+        return (
+            f"the losses have not fallen since the start{noisy} ({first} then, {level} now): the learning rate may be "
+            "too high or too low, or little is left to learn; run hdet.find_lr"
+        )
+    return ""
+
+
+def _noise(losses: Sequence[float]) -> float:
+    """The standard error of one round, from the median second difference; inf if there are too few."""
+    bends = [abs(a - 2 * b + c) for a, b, c in zip(losses, losses[1:], losses[2:], strict=False)]
+    return math.inf if len(bends) < _LEAST_BENDS else 0.605 * statistics.median(bends)

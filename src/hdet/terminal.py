@@ -1,0 +1,23 @@
+"""Text on a terminal. What comes from a file is shown there, never obeyed."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print it, at once."""
+    stream = sys.stdout if file is None else file
+    print(printable(text, stream.encoding or "utf-8"), file=stream, flush=True)
+
+
+def printable(text: str, encoding: str = "utf-8") -> str:
+    r"""With escapes in place of control characters, and of what the encoding does not have.
+
+    >>> printable("\x1b[31mred\nblue")
+    '\\x1b[31mred\nblue'
+    """
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -1,0 +1,93 @@
+"""Notes in a store: what is asked of it, and when it is asked in vain."""
+
+import datetime
+import time
+
+import pytest
+import torch.distributed as dist
+
+from hdet import board
+from hdet.board import Board
+from hdet.replicas.lookout import Lookout
+
+
+class Store:
+    """A real store that counts requests; `after_check` is called once all that was asked for is there."""
+
+    def __init__(self):
+        self.real = dist.HashStore()
+        self.real.set_timeout(datetime.timedelta(seconds=2))
+        self.requests = 0
+        self.after_check = lambda: None
+
+    def __getattr__(self, name):
+        def ask(*args):
+            self.requests += 1
+            answer = getattr(self.real, name)(*args)
+            if name == "check" and answer:
+                self.after_check()
+            return answer
+
+        return ask
+
+
+@pytest.fixture
+def seat(monkeypatch):
+    """Makes the board of any rank in a store."""
+
+    def make(store, rank, size, timeout=5.0):
+        monkeypatch.setattr(board.distributed_c10d, "_get_process_group_store", lambda group: store)
+        monkeypatch.setattr(board.dist, "get_rank", lambda group=None: rank)
+        monkeypatch.setattr(board.dist, "get_world_size", lambda group=None: size)
+        return Board(None, timeout)
+
+    return make
+
+
+def test_the_first_replica_looks_around_though_one_has_withdrawn_what_it_had_just_shown(seat):
+    store = Store()
+    first = seat(store, 0, 2)
+
+    def withdraw():
+        store.after_check = lambda: None
+        store.real.delete_key("hdet/settle/1/1")
+
+    def look():
+        if store.after_check is not withdraw:
+            raise RuntimeError("replica 1 has left")
+
+    store.after_check = withdraw
+    store.real.set("hdet/settle/1/1", "shown")
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="replica 1 has left"):
+        first.settle("mine", ",".join, look)
+    assert time.monotonic() - began < 1.0
+
+
+def test_everybodys_notes_are_read_though_some_have_left_none(seat):
+    store = Store()
+    boards = [seat(store, rank, 4) for rank in range(4)]
+    for rank in (0, 2):
+        boards[rank].write("at", str(rank))
+    assert boards[1].read_all("at") == ["0", None, "2", None]
+    boards[3].write("at", "")
+    assert boards[1].read_all("at") == ["0", None, "2", ""]
+    boards[1].write("at", "1")
+    boards[0].write("at", "new")
+    assert boards[1].read_all("at") == ["new", "1", "2", ""]
+
+
+def test_a_roll_call_of_1000_replicas_asks_the_store_a_few_times_a_second(seat):
+    store, size, lost = Store(), 1000, 7
+    lookouts = [Lookout(seat(store, rank, size)) for rank in range(size)]
+    for lookout in lookouts:
+        lookout.arrive("here")
+    for lookout in lookouts:
+        if lookout.board.rank not in (3, lost):
+            lookout._say_failed(None)
+    store.requests, began = 0, time.monotonic()
+    found = lookouts[3]._call_the_roll(began - 3.0)  # of the timeout of 5
+    seconds = time.monotonic() - began
+    assert found.ranks == [lost]
+    assert seconds > 2.5
+    assert store.requests < 10 * seconds
