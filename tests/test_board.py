@@ -50,14 +50,14 @@ def test_the_first_replica_looks_around_though_one_has_withdrawn_what_it_had_jus
 
     def withdraw():
         store.after_check = lambda: None
-        store.real.delete_key("hdet/settle/1/1")
+        store.real.delete_key("hdet/0/settle/1/1")
 
     def look():
         if store.after_check is not withdraw:
             raise RuntimeError("replica 1 has left")
 
     store.after_check = withdraw
-    store.real.set("hdet/settle/1/1", "shown")
+    store.real.set("hdet/0/settle/1/1", "shown")
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="replica 1 has left"):
         first.settle("mine", ",".join, look)

@@ -85,7 +85,7 @@ def test_elastic(tmp_path):
     began, held_out = survived.stdout.splitlines()
     assert began == "2 replicas go on from step 20, which 2 had saved"
     assert float(held_out.rpartition(" ")[2]) < 1  # guessing: 2.3
-    assert "exitcode: -9" in survived.stderr
+    assert "failed (exitcode: " in survived.stderr  # whom torchrun sees first: the killed one, or one that missed it
 
 
 @pytest.mark.soak

@@ -7,6 +7,7 @@ without an end.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -45,6 +46,8 @@ class Board:
 
     def __init__(self, group: dist.ProcessGroup, timeout: float | None = None) -> None:
         self._store = distributed_c10d._get_process_group_store(group)
+        # torchrun may start replicas again with the store of those before them, and with their notes in it.
+        self._prefix = f"hdet/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._serves = dist.get_rank() == 0  # the store, perhaps
         self.timeout = group_timeout(group) if timeout is None else timeout
@@ -74,7 +77,7 @@ class Board:
         Raises:
             MissingError: on every replica that came, if some do not.
         """
-        number = self._store.add(f"hdet/settled/{self._rank}", 1)
+        number = self._store.add(f"{self._prefix}/settled/{self._rank}", 1)
         self.settled = number
         try:
             return self._settle(number, mine, decide, look)
@@ -82,13 +85,13 @@ class Board:
             raise
         except RuntimeError:  # what `look` has raised: this meeting has not been
             with suppress(RuntimeError):
-                self._store.delete_key(f"hdet/settle/{number}/{self._rank}")
-                self._store.add(f"hdet/settled/{self._rank}", -1)
+                self._store.delete_key(f"{self._prefix}/settle/{number}/{self._rank}")
+                self._store.add(f"{self._prefix}/settled/{self._rank}", -1)
             raise
 
     def _settle(self, number: int, mine: str, decide: Callable[[list[str]], str], look: Callable[[], None]) -> str:
-        shown = [f"hdet/settle/{number}/{rank}" for rank in range(self._size)]
-        decided, last = (f"hdet/settle/{n}/decided" for n in (number, number - 1))
+        shown = [f"{self._prefix}/settle/{number}/{rank}" for rank in range(self._size)]
+        decided, last = (f"{self._prefix}/settle/{n}/decided" for n in (number, number - 1))
         self._store.set(shown[self._rank], mine)
         if self._rank > 0:
             missing = self._await([decided], self.timeout + 1.0, look)  # the first one waits as long, then names them
@@ -171,8 +174,8 @@ class Board:
 
     def _key(self, name: str) -> str:
         if self._life is None:
-            self._life = self._store.add(f"hdet/boards/{self._rank}", 1)
-        return f"hdet/{self._life}/{name}"
+            self._life = self._store.add(f"{self._prefix}/boards/{self._rank}", 1)
+        return f"{self._prefix}/{self._life}/{name}"
 
     def _collect(self, keys: Sequence[str], look: Callable[[], None]) -> tuple[list[str], list[int]]:
         """What is shown under these keys, once all are there, and the indices of those that do not come.
