@@ -391,6 +391,35 @@ def test_a_stopped_replica_is_named_when_the_timeout_is_over(tmp_path, where):
         assert told[rank]["seconds"] < 4.0
 
 
+def falls_while_others_wait(folder, port, timeout, blind):
+    """Replica 1 dies in a backward pass, for which the others wait in DDP: some of them for one another."""
+    if blind:
+        notes.state = lambda process: None
+    run = Run(folder, port, timeout)
+
+    def late(gradient):
+        time.sleep(1.0)
+        fall(run, "dies")
+
+    try:
+        with run.ensemble.join():
+            run.steps(0, 4)
+            if run.rank == VICTIM:
+                run.model.module.weight.register_hook(late)
+            run.steps(4, 9)
+    except Exception as error:
+        run.tell(error)
+
+
+@pytest.mark.parametrize("blind", [False, True])  # as for processes of other hosts
+def test_all_are_woken_to_name_who_was_killed_while_they_waited_in_ddp(tmp_path, blind):
+    told = told_by(falls_while_others_wait, tmp_path, blind, size=4)
+    assert set(told) == {0, 2, 3}
+    for found in told.values():
+        assert (found["kind"], found["ranks"]) == ("LostReplicaError", [VICTIM])
+        assert found["seconds"] < SOON
+
+
 def test_an_error_of_the_users_own_in_the_class_of_gloos_is_quoted(tmp_path):
     told = told_by(falls, tmp_path, "join", "raises")
     assert told[VICTIM]["kind"] == "RuntimeError"

@@ -286,7 +286,7 @@ class Ensemble:
         if not local:  # in a round without fan-out a replica whose data have ended has other weights
             engine.tail.stop("as data may end at different steps")
         replicas.arrive(f"ensemble.join() (step {engine.rounds.at.step})", "ensemble.join()")
-        with engine.joining.within(replicas):
+        with engine.joining.within(replicas, self._settings.model):
             if local:
                 yield
                 engine.go_along()

@@ -102,7 +102,7 @@ class InProcess(Replicas):
     def part(self, readers: int | None = None) -> None:
         """Nobody takes a store along."""
 
-    def explain(self, error: Exception, began: float) -> None:
+    def explain(self, error: Exception, began: float, wrappers: Sequence[DistributedDataParallel] = ()) -> None:
         """Nobody is lost without an exception."""
 
     def settle(self, mine: str, decide: Callable[[list[str]], str]) -> str:

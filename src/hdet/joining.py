@@ -56,7 +56,7 @@ def joined(model: nn.Module | None, follow: Callable[[], None]) -> Iterator[None
     if any(getattr(m, "shares_gradients", False) for m in modules):
         yield
         return
-    wrapped = [m for m in modules if isinstance(m, DistributedDataParallel)]
+    wrapped = wrappers(model)
     if len(wrapped) != 1:
         raise ValueError(
             "join() needs model=, wrapped in DistributedDataParallel, to go along with its shared gradients; give it "
@@ -69,6 +69,11 @@ def joined(model: nn.Module | None, follow: Callable[[], None]) -> Iterator[None
     finally:
         # or each later step would count who is left
         ddp._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
+
+
+def wrappers(model: nn.Module | None) -> list[DistributedDataParallel]:
+    """Those in a model that share its gradients."""
+    return [] if model is None else [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
 
 
 class Joining:
@@ -89,8 +94,8 @@ class Joining:
             self._stepped_at = time.monotonic()
 
     @contextmanager
-    def within(self, replicas: Replicas) -> Iterator[None]:
-        """Around the loop. An error in a collective becomes one that says who is missing."""
+    def within(self, replicas: Replicas, model: nn.Module | None = None) -> Iterator[None]:
+        """Around the loop over `model`. An error in a collective becomes one that says who is missing."""
         self.open = True
         self.note_step()
         try:
@@ -98,7 +103,7 @@ class Joining:
         except LostReplicaError:
             raise
         except Exception as error:
-            found = replicas.explain(error, self._stepped_at)
+            found = replicas.explain(error, self._stepped_at, wrappers(model))
             if found is None:
                 raise
             raise found from error

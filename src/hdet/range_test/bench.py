@@ -69,6 +69,11 @@ class Bench:
             if isinstance(module, DistributedDataParallel)
         ]
 
+    @property
+    def wrappers(self) -> list[DistributedDataParallel]:
+        """What shares the gradients."""
+        return [module for module, *_ in self._ddp]
+
     def require_agreement(self, when: str = "") -> None:
         """All replicas must hold the same weights and rates: each scores a part of the probe."""
         rates = [rate for rates in self.references for rate in rates]

@@ -122,7 +122,7 @@ def find_lr(
     except FindLRError:
         raise
     except Exception as error:
-        lost = replicas.explain(error, bench.stepped_at)
+        lost = replicas.explain(error, bench.stepped_at, bench.wrappers)
         if lost is None:
             raise
         raise lost from error

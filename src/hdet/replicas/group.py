@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from hdet.board import group_timeout
 from hdet.replicas.lookout import Lookout, lookout_of
@@ -92,14 +93,17 @@ class Replicas:
         lookout = self._lookout()
         return "" if lookout is None else lookout.last_seen(ranks)
 
-    def explain(self, error: Exception, began: float) -> LostReplicaError | None:
+    def explain(
+        self, error: Exception, began: float, wrappers: Sequence[DistributedDataParallel] = ()
+    ) -> LostReplicaError | None:
         """Who is dead, stalled or elsewhere, now that `error` was raised while talking to the others; None if nobody.
 
         An error of another kind is left for the others to read. Otherwise those who are still there say so, which can
-        take until they have met the error too: at the group's timeout after they `began` to wait.
+        take until they have met the error too: at the group's timeout after they `began` to wait. If some may wait in
+        `wrappers` for one another, they are made to meet it now.
         """
         lookout = self._lookout()
-        return None if lookout is None else lookout.explain(error, began)
+        return None if lookout is None else lookout.explain(error, began, wrappers)
 
     @property
     def sharded(self) -> bool:

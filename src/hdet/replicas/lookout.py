@@ -12,9 +12,12 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from hdet.board import Board, MissingError
 from hdet.replicas.notes import LostReplicaError, Notes
@@ -26,6 +29,7 @@ _SILENCE = 3.0  # the same while there is no hurry: somebody may be busy
 _PAUSE = 0.05
 _OWN_ERROR = 1.0  # seconds to find out whether an error is of this replica alone
 _IN_FLIGHT = 1.0  # seconds for what a process has sent before it ended
+_NO_TIME = timedelta(milliseconds=1)
 
 
 def lookout_of(group: dist.ProcessGroup) -> Lookout:
@@ -121,18 +125,23 @@ class Lookout(Notes):
         """Before all leave with the same error: whoever serves the store stays until so many know it."""
         self.board.leave(f"settled/{self.board.settled}", readers)
 
-    def explain(self, error: Exception, began: float) -> LostReplicaError | None:
+    def explain(
+        self, error: Exception, began: float, wrappers: Sequence[DistributedDataParallel] = ()
+    ) -> LostReplicaError | None:
         """Who is dead, stalled or elsewhere, now that `error` was raised while talking to the others; None if nobody.
 
         Where the error is of a collective, those who are still there say so, which can take until they have met it too:
-        at the group's timeout after they `began` to wait. Any other error is this replica's own, which it leaves for
-        the others to read, unless somebody else is known to have failed before.
+        at the group's timeout after they `began` to wait; what they wait for in the `wrappers` is ended here. Any other
+        error is this replica's own, which it leaves for the others to read, unless somebody else is known to have
+        failed before.
         """
         if isinstance(error, LostReplicaError):
             return None
         sure, own = _sure(error), f"raised {type(error).__name__}: {error}"
         try:
             if sure:
+                for wrapper in wrappers:
+                    _break_off(wrapper)
                 return self._call_the_roll(began)
             found = self._others_failed(own, began) if _may_be_of_a_collective(error) else None
             if found is None:
@@ -263,6 +272,26 @@ _WORDS = (
     *("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out waiting", "Wait timeout"),
     *("Application timeout caused pair closure", "monitoredBarrier"),  # gloo's, which do not name it
 )
+
+
+def _break_off(wrapper: DistributedDataParallel) -> None:
+    """End what others wait for in a wrapper whose collective has failed here.
+
+    gloo tells only those who wait for the lost replica itself. The others wait for one another, round a ring, and hear
+    of nothing as long as this one keeps its connections: gloo closes all of them once it has waited for one in vain.
+    """
+    group = wrapper.process_group
+    try:
+        if group._get_backend(wrapper.join_device).name() != "gloo":
+            return
+    except RuntimeError:  # there is none of this device
+        return
+    for rank in range(dist.get_world_size(group)):
+        if rank != dist.get_rank(group):
+            with suppress(RuntimeError):
+                work = dist.irecv(torch.zeros(1), group=group, group_src=rank)
+                if work is not None:
+                    work.wait(_NO_TIME)
 
 
 def _may_be_of_a_collective(error: Exception) -> bool:
