@@ -30,6 +30,11 @@ class Trend(NamedTuple):
     lowest: float | None = None
     highest: float | None = None
 
+    @property
+    def shows_nothing(self) -> bool:
+        """Whether the losses are no lower now than at the start, be it too early or too noisy to say what is wrong."""
+        return self.level is not None and self.first_loss is not None and self.level >= self.first_loss
+
 
 class Descent:
     """Follows the mean losses of the rounds: the same on every replica, or this one's where nothing is gathered.

@@ -346,7 +346,7 @@ class Engine:
         trend = self.descent.trend(at.step, last)
         problem = words(trend)
         said += self._tell_not_learning(problem, last)
-        if problem:
+        if problem or trend.shows_nothing:
             rows = {
                 name: replace(row, finding=words_not_learning(name, trained[name])) if row.finding else row
                 for name, row in rows.items()

@@ -39,27 +39,29 @@ def summary(
         tone = "good" if status.state in ("waiting", "running", "ended") else "bad"
         return [{"title": "Health", "text": f"{status.text}; no rounds are recorded.", "tone": tone}]
     names = _told(lines[-1]["hyperparameters"])
-    problem = _not_learning(lines[-1])
+    trend = _trend(lines[-1])
+    problem = words(trend)
+    doubted = bool(problem) or trend.shows_nothing
     found = _found(lines[0], searched)
     return [
         *([_search_card(found, searched)] if found else []),
         {"title": "Tried", "text": _tried(lines, names)},
-        {"title": "Won", "text": _doubted(_won(lines, names), problem)},
-        {"title": "Controller", "text": _doubted(_controller(lines, names, bool(problem)), problem)},
+        {"title": "Won", "text": _doubted(_won(lines, names), doubted)},
+        {"title": "Controller", "text": _doubted(_controller(lines, names, doubted), doubted)},
         {"title": "Cost", "text": _cost(lines, searched)},
         _health(lines, status, problem),
     ]
 
 
-def _not_learning(line: Mapping[str, Any]) -> str:
-    """What is wrong with the losses at the end of these rounds, and what to do; empty if nothing is."""
-    return words(Trend(**{name: line[name] for name in Trend._fields if line.get(name) is not None}))
+def _trend(line: Mapping[str, Any]) -> Trend:
+    """What became of the losses since the start, as a record has it."""
+    return Trend(**{name: line[name] for name in Trend._fields if line.get(name) is not None})
 
 
-def _doubted(text: str, problem: str) -> str:
+def _doubted(text: str, doubted: bool) -> str:
     return (
         f"{text}\nThe losses have not clearly fallen since the start: this shows nothing of what is better."
-        if problem
+        if doubted
         else text
     )
 
