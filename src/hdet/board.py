@@ -11,11 +11,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.5  # seconds between two looks at the store: a twentieth of those waited so far
+_STOPPED_PAUSE = 0.05
 _ABSENT = "?"  # no note is that
 _READING = 5.0  # seconds that whoever serves the store stays for the others to read why everybody leaves
 
@@ -42,10 +44,12 @@ class Board:
 
     Attributes:
         settled: which call of `settle` was the last one.
+        patience: seconds that a stopped process which serves the store is waited for; by default the timeout.
+        server_is_stopped: whether it is, as far as that is known.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float | None = None) -> None:
-        self._store = distributed_c10d._get_process_group_store(group)
+        self._kept = distributed_c10d._get_process_group_store(group)
         # torchrun may start replicas again with the store of those before them, and with their notes in it.
         self._prefix = f"hdet/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
@@ -55,6 +59,21 @@ class Board:
         self._met = 0
         self._left: dict[str, set[int]] = {}  # who has left a note of a name: nobody takes one down
         self.settled = 0
+        self.patience = self.timeout
+        self.server_is_stopped: Callable[[], bool] = lambda: False
+        self._gave_up = False
+
+    @property
+    def _store(self) -> Any:
+        """The store, to be asked now. Whoever asks a stopped process would wait for it without an end."""
+        began = time.monotonic()
+        while self.server_is_stopped():
+            if self._gave_up or time.monotonic() - began >= self.patience:
+                self._gave_up = True
+                raise RuntimeError("the process that serves the store is stopped")
+            time.sleep(_STOPPED_PAUSE)
+        self._gave_up = False
+        return self._kept
 
     @property
     def rank(self) -> int:
@@ -124,10 +143,10 @@ class Board:
         """Wait until all replicas are here; False if some are not within the timeout."""
         self._met += 1
         key = self._key(f"met/{self._met}")
-        here, began = self._store.add(key, 1), time.monotonic()
+        here, began = int(self._store.add(key, 1)), time.monotonic()
         while here < self._size and time.monotonic() - began < self.timeout:
             time.sleep(_pause(time.monotonic() - began))
-            here = self._store.add(key, 0)
+            here = int(self._store.add(key, 0))
             look()
         if here == self._size and self._rank == 0 and self._met > 1:
             self._store.delete_key(self._key(f"met/{self._met - 1}"))

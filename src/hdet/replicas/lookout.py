@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -56,7 +56,10 @@ class Lookout(Notes):
             MissingError: if some do not come.
         """
         try:
-            return self.board.settle(mine, decide, self.looks())
+            decided = self.board.settle(mine, decide, self.looks())
+            if not self._processes:  # while it can be asked
+                self._states([0])
+            return decided
         except (LostReplicaError, MissingError):
             raise
         except RuntimeError as error:
@@ -74,7 +77,8 @@ class Lookout(Notes):
         def look() -> None:
             nonlocal due
             if time.monotonic() >= due:
-                self._look(began)
+                with self._patient(began):
+                    self._look(began)
                 due = time.monotonic() + self._pause()
 
         return look
@@ -139,15 +143,16 @@ class Lookout(Notes):
             return None
         sure, own = _sure(error), f"raised {type(error).__name__}: {error}"
         try:
-            if sure:
-                for wrapper in wrappers:
-                    _break_off(wrapper)
-                return self._call_the_roll(began)
-            found = self._others_failed(own, began) if _may_be_of_a_collective(error) else None
-            if found is None:
-                self._say_failed(own)
-                self._decide([self.board.rank], said={self.board.rank: own})
-            return found
+            with self._patient(began):
+                if sure:
+                    for wrapper in wrappers:
+                        _break_off(wrapper)
+                    return self._call_the_roll(began)
+                found = self._others_failed(own, began) if _may_be_of_a_collective(error) else None
+                if found is None:
+                    self._say_failed(own)
+                    self._decide([self.board.rank], said={self.board.rank: own})
+                return found
         except RuntimeError:
             return self._store_is_gone() if sure else None
 
@@ -156,6 +161,15 @@ class Lookout(Notes):
     def _pause(self) -> float:
         """Seconds until the next look: the roll was called just now, or nothing has happened."""
         return self._poll() if time.monotonic() - self._answered_at < _SILENCE else _NEXT_LOOK
+
+    @contextmanager
+    def _patient(self, began: float) -> Iterator[None]:
+        """Within it a stopped process that serves the store is waited for until the timeout since then is over."""
+        self.board.patience = max(0.0, began + self.board.timeout - time.monotonic())
+        try:
+            yield
+        finally:
+            self.board.patience = self.board.timeout
 
     def _poll(self) -> float:
         """Seconds between two looks at what everybody has said."""

@@ -46,6 +46,7 @@ class Notes:
         self._heard: str | None = None
         self._processes: dict[int, Any] = {}
         self._last_seen: list[str | None] = [None] * board.size
+        board.server_is_stopped = self._server_is_stopped
 
     # Where everybody is
 
@@ -87,6 +88,10 @@ class Notes:
         notes = {rank: together[rank] if together else self.board.read("process", rank) for rank in new}
         self._processes |= {rank: json.loads(note) for rank, note in notes.items() if note is not None}
         return {rank: state(self._processes[rank]) if rank in self._processes else None for rank in ranks}
+
+    def _server_is_stopped(self) -> bool:
+        """Whether the first replica, which may serve the store, is stopped; without asking the store."""
+        return self.board.rank > 0 and 0 in self._processes and state(self._processes[0]) == "stopped"
 
     def _places(self) -> list[str | None]:
         return [None if note is None else json.loads(note)[2] for note in self.board.read_all("at")]
@@ -155,6 +160,8 @@ class Notes:
         return self._decide(odd, text=text)
 
     def _store_is_gone(self) -> LostReplicaError:
+        if self._server_is_stopped():
+            return LostReplicaError("replica 0 stalled: its process is stopped, and with it the store, perhaps", [0])
         text = "the store is gone, with the process that serves it: rank 0's, or torchrun's"
         elsewhere = {r: place for r, place in enumerate(self._last_seen) if place and place != self._place}
         if not elsewhere:
