@@ -282,7 +282,14 @@ def test_scores_that_are_not_finite_are_left_out(controller, bad, size):
     ]
     assert close(run(controller, with_bad), run(controller, rounds), 1e-12)
     nobody = [([bad] * size, 1.0, dealt(random.Random(0), size))]
-    assert run(controller, nobody) == controller.init(names_of(controller))
+    after = run(controller, nobody)  # a line search notes how high the schedule is, and nothing else
+    assert {name: without_highest(entry) for name, entry in after.items()} == {
+        name: without_highest(entry) for name, entry in controller.init(names_of(controller)).items()
+    }
+
+
+def without_highest(entry):
+    return {key: value for key, value in entry.items() if key != "highest"}
 
 
 @table(CONTROLLERS)

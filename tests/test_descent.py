@@ -1,14 +1,17 @@
 """Whether a run learns is told from its losses alone: while it runs, at its end, in records and on the page."""
 
+import io
 import json
 import math
 import random
+import re
 import time
 import warnings
 
 import pytest
 import torch
 from processes import run
+from sklearn.datasets import load_digits
 from torch import nn, optim
 
 import hdet
@@ -274,3 +277,87 @@ def test_the_page_says_so(tmp_path):
         page = Run(path)
         page.refresh()
         assert summary(page.lines, page.status(time.time()))
+
+
+@pytest.mark.parametrize("steps", [20, 50, 100])
+@pytest.mark.parametrize("noise", [0.02, 0.1, 0.3])
+def test_a_run_that_ends_no_lower_than_it_began_is_never_passed_over(steps, noise):
+    """However few its rounds are, and however noisy."""
+    for seed in range(50):
+        rng, descent = random.Random(seed), Descent(400)
+        losses = [2.3 + noise * rng.gauss(0, 1) for _ in range(400)]
+        for end in range(steps, 401, steps):
+            first = losses[0] if end == steps else None
+            descent.update(sum(losses[end - steps : end]) / steps, steps, first)
+        told = descent.trend(400, last=True)
+        assert not told.shows_nothing or told.trend in ("flat", "risen", "back")
+        assert not told.shows_nothing or words(told)
+
+
+CNN_STEPS = 387
+
+
+def digits_cnn():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
+        nn.Flatten(), nn.Linear(512, 10),
+    )  # fmt: skip
+
+
+def digits(index, samples=32):
+    found = load_digits()
+    chosen = torch.randint(1400, (samples,), generator=torch.Generator().manual_seed(index))
+    images = torch.tensor(found.images, dtype=torch.float32)[chosen]
+    return images[:, None] / 16, torch.tensor(found.target)[chosen]
+
+
+def cross_entropy_of(model, data):
+    return nn.functional.cross_entropy(model(data[0]), data[1])
+
+
+def digits_run(rate, folder):
+    """As long as one that fine-tunes, and begun at a rate at which it learns nothing."""
+    rank, batches = hdet.find_replicas().rank, [digits(index) for index in range(32)]
+    model = hdet.data_parallel(digits_cnn())
+    optimizer = torch.optim.AdamW(model.parameters(), rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, CNN_STEPS)
+    records, shown = [], io.StringIO()
+    ensemble = hdet.Ensemble(
+        optimizer, [hdet.learning_rate(optimizer, spread=0.5)], total_steps=CNN_STEPS, controller=hdet.Auto(),
+        model=model, probe=hdet.Probe(lambda index: [digits(10**6 + index, 64)], cross_entropy_of),
+        on_round=[records.append, hdet.JSONLines(folder / "rounds.jsonl"), hdet.Progress(seconds=0, file=shown)],
+    )  # fmt: skip
+    for step in range(CNN_STEPS):
+        loss = cross_entropy_of(model, batches[(2 * step + rank) % len(batches)])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        ensemble.step(loss)
+    return records, shown.getvalue()
+
+
+@pytest.mark.parametrize("rate", [0.3, 3.0])
+def test_a_short_run_of_a_cnn_that_is_dead_is_called_so_while_it_runs_and_at_its_end(tmp_path, rate):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (records, shown), _ = hdet.in_process(lambda: digits_run(rate, tmp_path), 2)
+    assert records[-1].level > 2.2, "it has learned: the rate is not too high for this net"
+    told = [
+        record.step
+        for record in records
+        if any(re.match(r"the losses have (not|hardly) fallen", e) for e in record.events)
+    ]
+    assert len(told) == 2
+    assert told[0] <= CNN_STEPS / 2 + 5
+    assert told[1] == CNN_STEPS
+    assert any("run hdet.find_lr, or begin at a tenth of it" in str(w.message) for w in caught)
+    assert "not learning" in shown
+    late = [h.finding for r in records if r.step > 50 for h in r.hyperparameters.values()]
+    assert not any("no evidence" in finding for finding in late)
+    page = Run(tmp_path / "rounds.jsonl")
+    page.refresh()
+    health = next(p for p in summary(page.lines, page.status(time.time())) if p["title"] == "Health")
+    assert health["tone"] == "bad"
+    assert "run hdet.find_lr" in health["text"]

@@ -87,7 +87,7 @@ def outer_goes_on(path, steps):
     with pytest.warns(UserWarning, match="the rest of the round is not judged"):
         parts = saved_run.parts(outer_step=0.5)
         hdet.load(path, parts)
-    start = [p.clone() for p in parts["ensemble"].state_dict()["outer_step"]]
+    start = [p.clone() for p in parts["ensemble"].state_dict()["weights"]["outer step"]["start"]]
     saved_run.train(parts, range(steps, 4))
     return start
 

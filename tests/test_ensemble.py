@@ -16,6 +16,8 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
+from hdet._phases.control import Control
+from hdet._phases.recording import Recording
 
 
 def flat(tensors):
@@ -124,7 +126,7 @@ def rounds_of_all_kinds():
     # after the end the steps are plain, and the replicas stay equal, known to be so
     train(model, o, ensemble, 3, first=11)
     assert all_equal(model.parameters())
-    assert ensemble._engine.equal
+    assert ensemble.engine.run.equal
     assert ensemble.multipliers == {"learning_rate": 1.0}
     ensemble.finish()
     assert len(records) == 4
@@ -219,7 +221,7 @@ def test_modules_that_follow_the_weights_are_averaged_along():
 def accumulated(micro):
     model, o, ensemble = make(interval=2)
     scores = []
-    ensemble._engine._on_round = (lambda r: scores.append(r.scores),)
+    ensemble.engine.phase(Recording).on_round = (lambda r: scores.append(r.scores),)
     train(model, o, ensemble, 4, micro=micro)
     return ensemble.state_dict()["progress"], scores
 
@@ -665,9 +667,9 @@ def test_resuming_without_a_state_and_beyond_the_end():
         assert not middle.mid_round
         assert "mid_round" not in middle.state_dict()
         o.step()
-        middle._engine.count()
+        middle.engine.count()
         assert middle.mid_round
-        assert not middle._engine.rounds.full  # three of its four steps were taken elsewhere
+        assert not middle.engine.run.rounds.full  # three of its four steps were taken elsewhere
 
 
 def test_the_base_of_a_joint_learning_rate_is_that_of_one_group():
@@ -678,7 +680,7 @@ def test_the_base_of_a_joint_learning_rate_is_that_of_one_group():
         ensemble = hdet.Ensemble(o, interval=4)
         o.step()
         o.param_groups[0]["lr"], o.param_groups[1]["lr"] = 5.0, 0.09
-        seen = ensemble._engine.recorder.observe(ensemble.scales)["learning_rate"]
+        seen = ensemble.engine.phase(Control).observe()["learning_rate"]
         assert (seen.base, seen.next_base) == (0.1, 0.09)
 
 
@@ -948,7 +950,7 @@ def test_a_close_that_fails_leaves_no_hook_behind(monkeypatch):
     def fail():
         raise RuntimeError("the process group is gone")
 
-    monkeypatch.setattr(ensemble._engine.rounds, "close", fail)
+    monkeypatch.setattr(ensemble.engine.run.rounds, "close", fail)
     with pytest.raises(RuntimeError, match="is gone"):
         ensemble.close()
     assert not model._state_dict_pre_hooks

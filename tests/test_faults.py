@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet
 from hdet import converge
+from hdet._phases.recording import Recording
 from hdet.checkpoint import folder as saved
 from hdet.replicas import notes
 
@@ -207,13 +208,13 @@ def uneven(gradients):
     loop = Loop(gradients=gradients, controller=hdet.Softmax(temperature=0.1))
     schedule = optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.9)  # stands still where the data have ended
     records = []
-    loop.ensemble._engine._on_round = (records.append,)
+    loop.ensemble.engine.phase(Recording).on_round = (records.append,)
     steps = (8, 14, 11)[dist.get_rank()]
     with loop.ensemble.join():
         for number in range(steps):
             loop.step(number)
             schedule.step()
-    ended = loop.ensemble._engine.rounds.at.step, loop.ensemble.scales
+    ended = loop.ensemble.engine.run.rounds.at.step, loop.ensemble.scales
     return ended, loop.weights().tolist(), [r.step for r in records], [r.events for r in records]
 
 

@@ -130,7 +130,7 @@ def follow_safety():
     }
     for block in blocks("safety.md"):
         exec(block, names)
-    return names["ensemble"]._engine.rounds.at.step, [p.tolist() for p in model.parameters()]
+    return names["ensemble"].engine.run.rounds.at.step, [p.tolist() for p in model.parameters()]
 
 
 def test_the_code_about_safety_runs():

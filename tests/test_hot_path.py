@@ -55,7 +55,7 @@ def ordinary_steps(kind, lr_is_tensor):
     if lr_is_tensor:
         for group in o.param_groups:
             group["lr"] = torch.zeros((), device="meta")
-    for entry in ensemble._engine.steering._state.values():
+    for entry in ensemble.engine.run.steering._state.values():
         entry["scale"] = 0.5  # as after a move of the controller
     count_collectives(calls)
     for step in range(120):
@@ -64,7 +64,7 @@ def ordinary_steps(kind, lr_is_tensor):
         o.step()
         advance(torch.zeros((), device="meta", dtype=torch.bfloat16 if step % 2 else torch.float32))
     assert calls == []
-    assert ensemble._engine.rounds.at.step == 120
+    assert ensemble.engine.run.rounds.at.step == 120
     assert len(ensemble.multipliers) == 4
     assert all(m in (0.7, 1.3) for m in ensemble.multipliers.values())
 

@@ -18,14 +18,9 @@ def make(kind=optim.AdamW, groups=2, **options):
     return made
 
 
-class Prepare:
-    def nothing(self):
-        pass
-
-
 def stepped(optimizer, hyperparameters, factors):
     """What the groups held during one step, and after it."""
-    fan_out = FanOut([optimizer], hyperparameters, Prepare().nothing)
+    fan_out = FanOut([optimizer], hyperparameters)
     fan_out.ready = True
     fan_out.set({h.name: 1.0 for h in hyperparameters}, factors)
     seen = []
@@ -147,7 +142,7 @@ def test_the_same_beta_twice_is_refused():
 def test_state_saved_within_a_step_holds_the_betas_of_the_schedule():
     optimizer = make(optim.Adam, groups=1)
     betas = [hdet.momentum(optimizer), hdet.momentum(optimizer, beta=2)]
-    fan_out = FanOut([optimizer], betas, Prepare().nothing)
+    fan_out = FanOut([optimizer], betas)
     fan_out.ready = True
     fan_out.set({"beta1": 1.0, "beta2": 1.0}, {"beta1": 0.5, "beta2": 2.0})
     saved = []

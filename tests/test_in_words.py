@@ -83,5 +83,5 @@ def test_of_one_in_a_broken_state():
     _, optimizer, ensemble = make()
     optimizer.param_groups.clear()
     assert "learning_rate schedule" in repr(ensemble)
-    ensemble._engine.settings = None
+    ensemble.engine.run.settings = None
     assert repr(ensemble).startswith("<hdet.ensemble.Ensemble object")

@@ -12,7 +12,8 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
-from hdet.meeting import Meeting
+from hdet._engine import engine
+from hdet._phases.averaging import Averaging
 
 X = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
 Y = X.sum(1, keepdim=True)
@@ -117,7 +118,7 @@ def resume():
     o.load_state_dict(saved[1])
     ensemble.load_state_dict(saved[2])
     train(model, o, ensemble, 4, 10)
-    assert ensemble.state_dict()["controller"] == whole[2].state_dict()["controller"]
+    assert ensemble.state_dict()["phases"]["control"] == whole[2].state_dict()["phases"]["control"]
     for a, b in zip(model.parameters(), whole[0].parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -232,7 +233,7 @@ def costs_of_converging():
 
         return wrapped
 
-    Meeting.agree, Meeting.average = timed(Meeting.agree), timed(Meeting.average)
+    engine.compare, Averaging.after = timed(engine.compare), timed(Averaging.after)
     model = DistributedDataParallel(nn.Linear(3, 200_000))
     o = optim.SGD(model.parameters(), lr=1e-3)
     seen, controller = [], Slow()
@@ -449,7 +450,9 @@ def test_a_probe_makes_auto_the_default_and_fixed_does_not_read_one():
     model = nn.Linear(3, 1)
     o = optim.SGD(model.parameters(), lr=1e-3)
     probe = hdet.Probe(Data(), loss_fn, size=16)
-    assert isinstance(hdet.Ensemble(o, total_steps=50, model=model, probe=probe)._engine.steering.controller, hdet.Auto)
+    assert isinstance(
+        hdet.Ensemble(o, total_steps=50, model=model, probe=probe).engine.run.steering.controller, hdet.Auto
+    )
     with pytest.warns(UserWarning, match="Fixed does not read it"):
         hdet.Ensemble(o, total_steps=50, model=model, probe=probe, controller=hdet.Fixed())
     with pytest.warns(UserWarning, match="do not lie on a line"):

@@ -126,6 +126,19 @@ def test_it_does_not_lift_the_rate_against_a_falling_schedule(name, target, best
         assert max(centers) > max(bases), "it has found nothing"
 
 
+@pytest.mark.parametrize("unseen", [1, 4])
+def test_rounds_that_it_cannot_use_are_part_of_the_schedule_too(unseen):
+    """As the first one, of which no start is known: an exponential schedule is highest there."""
+    controller = hdet.LineSearch()
+    state, centers = controller.init(["learning_rate"]), []
+    for k in range(40):
+        base, start = math.exp(-0.2 * k), None if k < unseen else 0.0
+        centers.append(base * state["learning_rate"]["scale"])
+        state = controller.update(state, report([-m for m in wide(4)], start, wide(4), base, base / 2, None))
+    assert state["learning_rate"]["highest"] == 1.0
+    assert centers[-1] / max(centers) <= 2 * math.exp(-0.2 * 39)
+
+
 def test_it_rests_below_half_of_the_peak_and_goes_on_after_a_restart():
     controller = hdet.LineSearch()
     state = controller.init(["learning_rate"])
@@ -364,12 +377,13 @@ def test_what_only_observes_finds_the_same_from_round_to_round():
 
 
 @pytest.mark.parametrize("missing", [{"probe": None}, {"start": None}, {"start": math.nan}])
-def test_without_a_probe_or_a_start_nothing_changes(missing):
+def test_without_a_probe_or_a_start_nothing_is_learned(missing):
     controller = hdet.LineSearch()
     state = controller.init(["learning_rate"])
     given = {"probe": (1.0, 2.0), "start": 1.0, **missing}
     seen = {"learning_rate": Observation(1.0, 1.0, 0.0, (0.5, 1.5))}
-    assert controller.update(state, Report(10, (1.0, 2.0), seen, **given)) == state
+    after = controller.update(state, Report(10, (1.0, 2.0), seen, **given))
+    assert after == {"learning_rate": {**state["learning_rate"], "highest": 1.0}}  # but for how high the schedule was
 
 
 def test_it_ends_with_its_active_part():

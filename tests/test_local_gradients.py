@@ -179,7 +179,7 @@ def with_a_scaler():
             o.step()
         o.zero_grad()
         ensemble.step(loss, attempted=True)
-        rounds.append(ensemble._engine.rounds.at.round)
+        rounds.append(ensemble.engine.run.rounds.at.round)
     assert rounds == [0, 0, 0, 1, 1, 1, 1, 2]
     assert all_equal(model.parameters())
     ensemble.close()

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet import OneCycleAutoLR
+from hdet._phases.scores import Scores
 
 
 def optimizer(kind=optim.AdamW, groups=2, lr=0.1):
@@ -162,7 +163,7 @@ def test_ways_to_pass_a_loss(loss, keyword):
         else:
             take(s, loss)
         assert s.last_epoch == 1
-        assert s.ensemble._engine.judge.score.mean(torch.device("cpu")).item() == 1.0
+        assert s.ensemble.engine.phase(Scores).score.mean(torch.device("cpu")).item() == 1.0
 
 
 def test_an_int_is_an_epoch():

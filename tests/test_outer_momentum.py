@@ -11,6 +11,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
+from hdet._phases.recording import Recording
 from hdet.outer_step import OuterStep
 
 TOTAL, INTERVAL = 23, 4
@@ -147,7 +148,7 @@ def test_momenta_of_half_precision_are_single():
         p[0].add_(1.0)
         outer.take()
     # ways of 1: m = 1, 1.5, 1.75 and theta = 100 + 1.5 + 1.75 + 1.875, rounded to the nearest half each time
-    assert outer.state_dict(begun=False)["outer_momentum"][0].dtype == torch.float32
+    assert outer.state_dict(begun=False)["momenta"][0].dtype == torch.float32
     assert p[0].tolist() == [105.0] * 4
 
 
@@ -189,21 +190,21 @@ def saves(path, steps, average_state):
     made = parts(outer_step=hdet.Nesterov(), average_state=average_state)
     train(made, range(steps))
     folder = hdet.save(path, made)
-    state = made["ensemble"].state_dict()
+    state = made["ensemble"].state_dict()["weights"]["outer step"]
     held = {file.name: file.stat().st_size for file in folder.iterdir()}
     moment = [entry["exp_avg"].clone() for entry in made["optimizer"].state.values()]
     end = train(made, range(steps, TOTAL))
-    return state.get("outer_step"), state["outer_momentum"], held, moment, end
+    return state.get("start"), state["momenta"], held, moment, end
 
 
 def goes_on(path, steps, average_state):
     with warnings.catch_warnings(record=True):
         made = parts(seed=9, outer_step=hdet.Nesterov(), average_state=average_state)
         loaded = hdet.load(path, made)
-        state = made["ensemble"].state_dict()
+        state = made["ensemble"].state_dict()["weights"]["outer step"]
     moment = [entry["exp_avg"].clone() for entry in made["optimizer"].state.values()]
     end = train(made, range(steps, TOTAL))
-    return loaded.exact, state.get("outer_step"), state["outer_momentum"], moment, end
+    return loaded.exact, state.get("start"), state["momenta"], moment, end
 
 
 @pytest.mark.parametrize(("steps", "average_state"), [(8, True), (10, True), (8, False), (10, False)])
@@ -233,7 +234,7 @@ def rolls_back():
         optimizer=optim.SGD,
     )  # fmt: skip
     ensemble, records = made["ensemble"], []
-    ensemble._engine._on_round = (records.append,)
+    ensemble.engine.phase(Recording).on_round = (records.append,)
     before = {step + 4: train(made, range(step, step + 4)) for step in (0, 4)}
     with torch.no_grad():
         for p in made["model"].parameters():
@@ -279,10 +280,10 @@ def sees_consensus():
     own = flat(made["model"])
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)
-    momenta = made["ensemble"].state_dict()["outer_momentum"]
+    momenta = made["ensemble"].state_dict()["weights"]["outer step"]["momenta"]
     with made["ensemble"].consensus():
         inside = flat(made["model"])
-    same = all(map(torch.equal, momenta, made["ensemble"].state_dict()["outer_momentum"]))
+    same = all(map(torch.equal, momenta, made["ensemble"].state_dict()["weights"]["outer step"]["momenta"]))
     return torch.equal(own, flat(made["model"])), same, (inside - sum(gathered) / len(gathered)).abs().max().item()
 
 

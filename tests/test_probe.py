@@ -370,6 +370,7 @@ def half_squares(outputs, targets):
     [
         None, 64, torch.ones(()), nn.MSELoss(), mse_loss, functools.partial(mse_loss, reduction="sum"), make(),
         nn.Bilinear(1, 1, 1), lambda batch: 0, lambda model, batch, more: 0, of_outputs_and_targets, half_squares,
+        lambda batch, model: model(batch[0]).mean(),
     ],
 )  # fmt: skip
 def test_what_is_no_function_of_a_model_and_a_batch_is_refused_with_what_to_write(wrong):

@@ -14,10 +14,10 @@ from processes import run
 from torch import nn, optim
 
 import hdet
+from hdet._phases.guard import Guard
 from hdet.controllers.report import Observation, Report
 from hdet.controllers.steering import Steering
-from hdet.guard.quarantine import NUMBERS, Census, Condition, Statistics, take_census
-from hdet.judge import Judged
+from hdet.guard.quarantine import Census, Condition, Statistics, take_census
 from hdet.rollback.rollback import Keeper
 
 REPLICAS, STEPS, INTERVAL = 8, 120, 10
@@ -582,7 +582,7 @@ def test_what_cannot_be_named_is_left_out():
     ensemble = hdet.Ensemble(
         optimizer, [hdet.learning_rate(optimizer, spread=0.0)], total_steps=4, model=model, guard=True
     )
-    told = ensemble._engine.health.lost
+    told = ensemble.engine.phase(Guard).what_is_lost
     assert told(Census((), (0, 1), odd={0: -1, 1: -1})) == "no replica's weights are finite"
     assert told(Census((), (0, 1), odd={0: 1, 1: 1})) == "no replica's weights are finite (the parameter 'bias')"
     ensemble.close()
@@ -675,24 +675,22 @@ def test_without_rollback_the_error_says_what_to_do():
 # The decisions, without a run
 
 
-def row(how, skipped=0, layout=1, step=5, full=1):
-    return [0.5, *Condition(how, skipped, layout, step, full)]
+def row(well, skipped=0, layout=1):
+    return [*Condition(well, skipped, layout)]
 
 
 def test_who_counts():
-    judged = Judged((1.0, 2.0, math.nan, 3.0), (1.0, 2.0, 3.0, 4.0), 0.5)
-    table = [row(1), row(0), row(1), row(-1, step=3)]
-    census = take_census(table, judged, guarded=True)
+    scores = (1.0, 2.0, math.nan, 3.0)
+    table = [row(1), row(0), row(1), row(1)]
+    census = take_census(table, (3,), scores, by_scores=True)
     assert (census.healthy, census.sick, census.ended) == ((0,), (1, 2), (3,))
-    assert (census.same_state, census.step, census.full) == (True, 5, True)
-    assert take_census(table, judged, guarded=False).healthy == (0, 2)
-    assert str(census.view(judged).scores) == "(1.0, nan, nan, nan)"
-    assert str(census.view(judged).probe) == "(1.0, nan, nan, nan)"
-    assert len(table[0]) == 1 + NUMBERS
-    nobody = take_census([row(1), row(1)], Judged((math.nan, math.nan), None, None), guarded=True)
+    assert census.same_state
+    assert take_census(table, (3,), scores, by_scores=False).healthy == (0, 2)
+    assert str(census.shown(scores)) == "(1.0, nan, nan, nan)"
+    nobody = take_census([row(1), row(1)], (), (math.nan, math.nan), by_scores=True)
     assert nobody.all_well  # weights are finite: scores alone leave nobody out if they would leave out all
-    assert take_census([row(0), row(0)], judged, guarded=True).lost
-    assert take_census([row(-1), row(-1)], judged, guarded=True).all_ended
+    assert take_census([row(0), row(0)], (), scores, by_scores=True).lost
+    assert take_census([row(1), row(1)], (0, 1), scores, by_scores=True).all_ended
 
 
 class Wild:

@@ -11,7 +11,8 @@ from processes import run
 from torch import nn, optim
 
 import hdet
-from hdet.resume import averaged_state
+from hdet._engine.state import averaged_state
+from hdet._phases.outer_step import TakeOuterStep
 from hdet.rollback.rollback import Alarm, Rollback
 
 
@@ -229,7 +230,7 @@ def long_rounds(interval, batches=1, resumed=None):
             ensemble.close()
             ensemble = make(window=200 if resumed == "another window" else 100)
             ensemble.load_state_dict(averaged_state(state) if resumed == "averaged" else state)
-    start = ensemble.state_dict()["alarm"]["start"]
+    start = ensemble.state_dict()["phases"]["rollback"]["alarm"]["start"]
     ensemble.close()
     return start, given
 
@@ -349,7 +350,12 @@ def diverging(spread, gradients):
         losses.append(loss.item())
     ensemble.close()
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return events, ensemble.state_dict()["controller"]["learning_rate"]["scale"], losses[-1], weights
+    return (
+        events,
+        ensemble.state_dict()["phases"]["control"]["controller"]["learning_rate"]["scale"],
+        losses[-1],
+        weights,
+    )
 
 
 @pytest.mark.parametrize(("spread", "gradients"), [(0.0, "shared"), (0.3, "shared"), (0.3, "local")])
@@ -398,7 +404,11 @@ def test_a_rollback_changes_nothing_of_what_auto_picks():
     plain = hdet.Ensemble(o, [hdet.weight_decay(o)], **options)
     plain.close()
     guarded = hdet.Ensemble(o, [hdet.weight_decay(o)], rollback=hdet.Rollback(), **options)
-    assert (guarded.interval, guarded.design, guarded._engine.outer.amount) == (plain.interval, plain.design, 1.0)
+    assert (guarded.interval, guarded.design, guarded.engine.phase(TakeOuterStep).outer.amount) == (
+        plain.interval,
+        plain.design,
+        1.0,
+    )
 
 
 def odd_moments():
@@ -450,6 +460,10 @@ CONTROLLERS = {
 }
 
 
+def controller_state(ensemble):
+    return ensemble.state_dict()["phases"]["control"]["controller"]
+
+
 def under(controller):
     """A run whose weights blow up in the fifth round; the events, and what the controller remembers right after."""
     rank = hdet.find_replicas().rank
@@ -462,7 +476,7 @@ def under(controller):
         o, [hdet.learning_rate(o, spread=0.3)], total_steps=80, interval=4, model=model, controller=controller,
         probe=hdet.Probe(x, lambda model, x: (model(x) - x.sum(1, keepdim=True)).square().mean(), held_out=True),
         rollback=hdet.Rollback(),
-        on_round=[lambda record: events.extend((event, ensemble.state_dict()["controller"]) for event in record.events)]
+        on_round=[lambda record: events.extend((e, controller_state(ensemble)) for e in record.events)],
     )  # fmt: skip
     for step in range(40):
         batch = torch.randn(8, 3, generator=torch.Generator().manual_seed(10 * step + rank))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hdet import score as score_module
-from hdet.score import OwnLoss, Score, as_loss, early_of
+from hdet.score import OwnLoss, Score, as_loss
 
 CPU = torch.device("cpu")
 
@@ -118,7 +118,7 @@ def test_a_mark_keeps_the_mean_of_the_first_losses(as_tensors):
     assert score.early_mean(CPU).item() == 3.0
     other.load_state_dict(score.state_dict())
     assert other.early_mean(CPU).item() == 3.0
-    other.load_state_dict(early_of(score.state_dict()))
+    other.load_state_dict(score.first_losses())
     assert other.early_mean(CPU).item() == 3.0
     assert other.count == 0
     score.reset()

@@ -13,6 +13,7 @@ from torch import nn, optim
 
 import hdet
 from hdet import tail
+from hdet._phases.tail_average import TailAverage
 
 STEPS, INTERVAL = 60, 3
 FIRST = 30  # step after which round ends count, with a part of 1/2
@@ -187,7 +188,7 @@ def test_resume_equals_uninterrupted(stop):
     first = make()
     train(first, range(stop))
     saved = [part.state_dict() for part in first[:3]]
-    assert ("tail" in saved[2]) == (stop >= 33)
+    assert ("tail average" in saved[2]["weights"]) == (stop >= 33)
     again = make()
     for part, state in zip(again[:3], saved, strict=True):
         part.load_state_dict(state)
@@ -203,7 +204,9 @@ def test_a_longer_run_forgets_what_came_too_early():
         model, optimizer, again, _ = make(total_steps=80, tail_average=part)
         for one, state in zip((model, optimizer, again), saved, strict=True):
             one.load_state_dict(state)
-        assert again._engine.tail._count == mean_of  # since step 33; its part begins after step 40, and after 20
+        assert (
+            again.engine.phase(TailAverage).tail.count == mean_of
+        )  # since step 33; its part begins after step 40, and after 20
 
 
 def test_no_round_end_counts_twice():
@@ -211,7 +214,7 @@ def test_no_round_end_counts_twice():
     train(parts, range(45))
     parts[2].converge()
     parts[2].converge()
-    assert parts[2]._engine.tail._count == 5
+    assert parts[2].engine.phase(TailAverage).tail.count == 5
     saved = copy.deepcopy([part.state_dict() for part in parts[:3]])
     ends = []
     for again in (False, True):
@@ -272,7 +275,7 @@ def test_memory_is_given_back():
     for end in (lambda parts: train(parts), lambda parts: (train(parts, range(45)), parts[2].close())):
         parts = make()
         end(parts)
-        assert parts[2]._engine.tail._mean == parts[2]._engine.tail._tensors == []
+        assert parts[2].engine.phase(TailAverage).tail.held == []
 
 
 def test_an_end_before_the_last_part_says_so():
@@ -362,7 +365,7 @@ def test_an_early_end_settles_it_too():
 def test_memory_is_there_from_the_first_step():
     parts = make()
     train(parts, range(1))
-    assert [t.shape for t in parts[2]._engine.tail._mean] == [p.shape for p in parts[0].parameters()]
+    assert [t.shape for t in parts[2].engine.phase(TailAverage).tail.held] == [p.shape for p in parts[0].parameters()]
 
 
 class Normed(nn.Sequential):
@@ -404,7 +407,7 @@ def test_auto_wants_it_in_long_runs_and_says_so(statistics):
         assert event.startswith("tail average: none: the running statistics")
     else:
         assert event.startswith("tail average: of the round ends in the last 50 % of the run; the probe compares it")
-    assert ensemble._engine.tail.active == (not statistics)
+    assert ensemble.engine.phase(TailAverage).tail.active == (not statistics)
     ensemble.close()
 
 
@@ -413,7 +416,7 @@ def test_auto_leaves_a_spread_of_zero_plain():
     optimizer = optim.SGD(model.parameters(), lr=1e-3)
     rates = [hdet.learning_rate(optimizer, spread=0.0)]
     ensemble = hdet.Ensemble(optimizer, rates, total_steps=2000, model=model, probe=a_probe())
-    assert not ensemble._engine.tail.active
+    assert not ensemble.engine.phase(TailAverage).tail.active
     assert "tail average" not in ensemble._settings.plan.why
 
 
@@ -473,7 +476,7 @@ def uneven():
     parts = make()
     with parts[2].join():
         train(parts, range(STEPS if dist.get_rank() == 0 else STEPS - 7))
-    assert not parts[2]._engine.tail.active
+    assert not parts[2].engine.phase(TailAverage).tail.active
     assert any("tail average: none, as data may end at different steps" in e for r in parts[3] for e in r.events)
 
 

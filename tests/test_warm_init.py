@@ -252,12 +252,12 @@ def anothers_noise():
     saved["mid_round"] = {**saved["mid_round"], "replica": 1 - saved["mid_round"]["replica"]}
     with pytest.raises(ValueError, match="replica"):
         ensemble.load_state_dict(saved)
-    older = {**saved, "progress": {k: v for k, v in saved["progress"].items() if k != "noisy"}}
-    ensemble.load_state_dict(older)
+    averaged = ensemble.averaged_state(saved)
+    ensemble.load_state_dict(averaged)
     return ensemble.progress["noisy"]
 
 
-def test_a_noisy_state_of_another_replica_is_refused_and_older_states_are_not_noisy():
+def test_a_noisy_state_of_another_replica_is_refused_and_averaged_ones_are_not_noisy():
     assert run(anothers_noise, 2) == [False, False]
 
 

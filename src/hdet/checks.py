@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Literal
 
@@ -22,6 +21,7 @@ from hdet.probe.probe import Probe
 from hdet.replicas import Where, find_replicas
 from hdet.rollback.rollback import Rollback
 from hdet.shards import is_a, is_sharded
+from hdet.user_warning import warn
 
 
 def check_interval(
@@ -45,10 +45,9 @@ def check_interval(
         return min(max(total_steps // 200, 1), 1000)
     check_count("interval", interval)
     if explores and total_steps is not None and interval > total_steps:
-        warnings.warn(
+        warn(
             f"interval {interval} is longer than the run of {total_steps} steps: the replicas are averaged once, "
-            "at the end, and no controller acts; use a shorter interval",
-            stacklevel=5,
+            "at the end, and no controller acts; use a shorter interval"
         )
     return interval
 
@@ -248,10 +247,9 @@ def check_probe(
     held_out = getattr(probe, "held_out", False)
     blind = [h.name for h in explored if h.regulariser]
     if blind and act and not held_out and not isinstance(controller, Fixed):
-        warnings.warn(
+        warn(
             f"{blind[0]} is a regulariser: judged on training data it runs to no regularisation at all; judge it with "
-            "probe=hdet.Probe(held_out_dataset, loss_fn, held_out=True)",
-            stacklevel=6,
+            "probe=hdet.Probe(held_out_dataset, loss_fn, held_out=True)"
         )
 
 

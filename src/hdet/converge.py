@@ -102,6 +102,7 @@ def average(
 
 
 UNTOUCHED = "the weights of this replica are as before the averaging"
+LAST_WEIGHTS = "the weights of this replica are those of the last step"
 _HALF_AVERAGED = (
     "the weights of this replica may be averaged in part: do not go on with them, load a checkpoint; with atomic=True "
     "they would be as before"

@@ -126,7 +126,7 @@ class Descent:
             return "back" if (self._level - lowest) / (first - lowest) > _LOST else "falls"
         if highest > first + above:
             return "risen"
-        return "" if below > _TOO_NOISY * first else "flat"
+        return "" if below > _TOO_NOISY * first and self._level < first else "flat"
 
     def state_dict(self) -> dict[str, Any]:
         """What cannot be recomputed: plain numbers."""

@@ -9,7 +9,8 @@ ensemble.step(loss)   score the loss; at the end of a round converge, control an
 from __future__ import annotations
 
 import copy
-import warnings
+import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -19,28 +20,34 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from hdet import checks, resume
-from hdet import converge as averaging
+from hdet import checks, converge
+from hdet._engine import state
+from hdet._engine.along import follow, go_along
+from hdet._engine.assembly import assemble
+from hdet._engine.gather import compare, ending
+from hdet._phases.local_gradients import GradientSharing
+from hdet._phases.scores import Scores
+from hdet._phases.uneven_data import UnevenData, joined
 from hdet.agreement.agreement import agreed, claim
 from hdet.assignment import Design
 from hdet.controllers import Controller, Limits
-from hdet.engine import Engine
 from hdet.hooks import Hooks, WeakHook, innermost
 from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.in_words import one_line
-from hdet.joining import joined
 from hdet.judge import AnyProbe
 from hdet.local_gradients import Gradients
-from hdet.outer_step import Nesterov
+from hdet.outer_step import Nesterov, OuterStep
 from hdet.probe.probe import Probe
 from hdet.range_test.find_lr import find_lr
 from hdet.range_test.found_rate import FoundRate
 from hdet.record import OnRound
 from hdet.replicas import Replicas
 from hdet.rollback.rollback import Rollback
-from hdet.score import Loss, as_loss
+from hdet.rounds import Stage
+from hdet.score import Loss
 from hdet.settings import read_settings
 from hdet.tail import probes_at_end
+from hdet.user_warning import warn
 
 
 class Ensemble:
@@ -139,17 +146,19 @@ class Ensemble:
         )  # fmt: skip
         checks.check_followers(also, on_round)
         checks.check_start_step(start_step)
-        self._engine = Engine(self._settings, tuple(also), start_step, on_round)
+        self._on_round = tuple(on_round)
+        self.engine = assemble(self._settings, tuple(also), start_step, self._on_round)
+        self._run, self._scores = self.engine.run, self.engine.phase(Scores)
         self._end_calls: list[Callable[[Ensemble], None]] = []
-        self._engine.at_end = WeakHook(self._over)
-        self._saving = self._warned_state_dict = False
+        self.engine.at_end = WeakHook(self._over)
+        self._may_warn_of_state_dict = True
         self._hooks = Hooks(self)
         if model is not None:  # in mid-round its state is not the average
             self._hooks.before_module_state_dict(innermost(model), self._before_state_dict)
         if guard:
             for module in (innermost(m) for m in (model, *also) if isinstance(m, nn.Module)):
                 self._hooks.after_module_load(module, self._after_load)
-        claim(self._engine.claims(), undo=self.close)
+        claim(self._run.claims(), undo=self.close)
 
     # The protocol
 
@@ -164,34 +173,12 @@ class Ensemble:
             attempted: an optimizer step was due, whether it was taken or not. With local gradients a GradScaler skips
                 steps on some replicas only: say so, that all reach the end of a round at the same call.
         """
-        engine = self._engine
-        if engine.closed:
-            return
-        engine.joining.note_step()
-        loss = self.check_loss(loss)
-        if loss is not None:
-            engine.judge.score.add(loss)
-        gradients = engine.health.gradients
-        gradients.count()
-        if engine.fan_out.steps == 0 and not attempted:
-            engine.note_unseen()
-        elif engine.count():
-            engine.end_round(full=engine.rounds.full)
-        elif engine.health.guarded and not (self._settings.local or engine.joining.open) and gradients.stuck:
-            engine.end_round(full=False)  # one sick replica keeps all from training: do not wait for the round's end
+        if not self._run.at.closed:
+            self.engine.step(loss, attempted)
 
     def check_loss(self, loss: Loss | None) -> Tensor | float | None:
         """What `step()` would add of this loss; raises as it would, and changes nothing."""
-        if loss is not None:
-            return as_loss(loss)
-        given, engine = self._settings, self._engine
-        judged = given.controller.needs_score and given.explored and not engine.judge.probes
-        if (judged or engine.recovery.active) and not (engine.rounds.at.finished or engine.closed):
-            who = type(given.rollback or given.controller).__name__
-            raise ValueError(
-                f"{who} judges by the losses, but none was given; pass this replica's own training loss: step(loss)"
-            )
-        return None
+        return self._scores.check_loss(loss)
 
     def prepare(self, step_fn: Callable[[int], object], *, also: Sequence[Any] = ()) -> FoundRate | None:
         """Before the first step: let the controller do what it wants beforehand, such as find the learning rate.
@@ -203,39 +190,39 @@ class Ensemble:
         Returns:
             What was found; None if the controller wants nothing of the kind, or if the run goes on from a saved state.
         """
-        given, engine = self._settings, self._engine
-        if not given.plan.finds or engine.resumed:
+        given, run = self._settings, self._run
+        if not given.plan.finds or run.resumed:
             return None
         if given.model is None or not isinstance(given.probe, Probe):
             raise ValueError(
                 "prepare() needs the model and what to score it on: write model=model, probe=hdet.Probe(...)"
             )
-        if engine.rounds.at.step > 0:
-            raise ValueError(f"prepare() comes before the first step, got {engine.rounds.at.step} steps")
+        if run.at.step > 0:
+            raise ValueError(f"prepare() comes before the first step, got {run.at.step} steps")
         checks.check_all_rates(given.hyperparameters, given.optimizers)
-        with engine.switch.sharing(self.replicas.size):
+        with self.engine.phase(GradientSharing).sharing():
             found = find_lr(
                 given.model, given.optimizers, step_fn, probe=given.probe, total_steps=self.total_steps,
-                outer_step=min(engine.outer.gain, 1.0), also=also, **given.group_or_mesh,
+                outer_step=min(OuterStep(given.outer_step).gain, 1.0), also=also, **given.group_or_mesh,
             )  # fmt: skip
-        before = 1.0 if engine.found is None else engine.found.scale  # found.scale is that on the schedule
-        engine.found = found
+        before = 1.0 if run.found is None else run.found.scale  # found.scale is that on the schedule
+        run.found = found
         if given.act:
-            engine.steering.scale_by(found.scale / before, given.rates)
-        engine.write_values()
-        engine.restart_clock()
+            run.steering.scale_by(found.scale / before, given.rates)
+        run.write_values()
+        run.clock = time.perf_counter()  # the round begins now
         return found
 
     def converge(self) -> None:
         """Average the replicas now and begin a new round. Collective; the controller ignores the cut round."""
-        self._engine.end_now("ensemble.converge()")
+        self.engine.end_now("ensemble.converge()")
 
     def finish(self) -> None:
         """End the run: average the replicas and stop the fan-out. Collective; later steps are plain.
 
         Called by the last of `total_steps` steps; a second call does nothing.
         """
-        self._engine.finish()
+        self.engine.finish()
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -244,24 +231,26 @@ class Ensemble:
         Afterwards every replica has its own weights and buffers back, bit for bit, and the round goes on.
         Collective: every replica enters. Costs one copy of the model in mid-round, of its buffers at a round's end.
         """
-        engine = self._engine
-        if engine.in_consensus:
+        run, engine = self._run, self.engine
+        if run.at.stage is Stage.CONSENSUS:
             raise RuntimeError("consensus() is entered already; leave it before entering it again")
         engine.start()
-        tensors = [] if engine.equal else engine.tensors.weights()
-        engine.health.mend()
-        counted = None
-        if tensors:
-            counted = engine.meeting.agree(tensors, full=False, call="ensemble.consensus()")[1].averaged
-        kept = engine.tensors.buffers()
-        engine.in_consensus, engine.fan_out.ready = True, False
-        engine.tensors.reshard()
+        rnd = ending(run, "ensemble.consensus()", full=False)
+        rnd.tensors = [] if run.equal else run.tensors.weights()
+        for phase in engine.phases:
+            phase.prepare(rnd)
+        if rnd.tensors:
+            compare(run, engine.phases, rnd)
+        kept = run.tensors.buffers()
+        before = run.at.enter(Stage.CONSENSUS)
+        run.values.fan_out.ready = False
+        run.tensors.reshard()
         try:
-            with averaging.averaged(tensors, self.replicas, kept, counted), engine.values.at_center():
+            with converge.averaged(rnd.tensors, self.replicas, kept, rnd.averaged), run.values.at_center():
                 yield
         finally:
-            engine.in_consensus = False
-            engine.tensors.reshard()  # what was evaluated is not what is trained on
+            run.at.enter(before)
+            run.tensors.reshard()  # what was evaluated is not what is trained on
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -274,7 +263,7 @@ class Ensemble:
 
         An error in a collective within it, DDP's included, becomes an `hdet.LostReplicaError` that says who is missing.
         """
-        engine, local = self._engine, self._settings.local
+        engine, run, local = self.engine, self._run, self._settings.local
         engine.start()
         replicas = self.replicas
         if replicas.sharded:
@@ -282,16 +271,15 @@ class Ensemble:
         if replicas.size == 1:
             yield
             return
-        engine.outer.check_join(local or engine.rounds.explores)
-        if not local:  # in a round without fan-out a replica whose data have ended has other weights
-            engine.tail.stop("as data may end at different steps")
-        replicas.arrive(f"ensemble.join() (step {engine.rounds.at.step})", "ensemble.join()")
-        with engine.joining.within(replicas, self._settings.model):
+        for phase in engine.phases:
+            phase.join()
+        replicas.arrive(f"ensemble.join() (step {run.at.step})", "ensemble.join()")
+        with engine.phase(UnevenData).within(self._settings.model):
             if local:
                 yield
-                engine.go_along()
+                go_along(engine)
             else:
-                with joined(self._settings.model, engine.follow):
+                with joined(self._settings.model, functools.partial(follow, engine)):
                     yield
 
     def close(self) -> None:
@@ -300,7 +288,7 @@ class Ensemble:
         The parameter groups hold the bases, so what a controller has moved ends with the ensemble.
         """
         self._hooks.remove()
-        self._engine.close()
+        self.engine.close()
 
     def _at_end(self, call: Callable[[Ensemble], None]) -> None:
         """For `hdet.save`: have `call(self)` called when the run is over: after `finish()`, or when this is closed."""
@@ -313,22 +301,21 @@ class Ensemble:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ensemble:
         """A closed copy, as `copy.deepcopy` makes of a scheduler: optimizers are copied without their hooks."""
-        warnings.warn(
+        warn(
             "a copy of an Ensemble is closed, as copied optimizers have no hooks: with it steps are plain. For a run "
             "of its own make a new one, hdet.Ensemble(copied_optimizer, ...), and give it "
-            "load_state_dict(ensemble.state_dict())",
-            stacklevel=3,
+            "load_state_dict(ensemble.state_dict())"
         )
-        engine, given = self._engine, self._settings
+        given = self._settings
         for shared in (self.replicas, self.replicas.ranks, given.where, given.probe):
             memo[id(shared)] = shared  # there is one set of processes, and of data, whatever is copied
-        memo[id(engine._on_round)] = ()  # open files, and what else records are told to
+        memo[id(self._on_round)] = ()  # open files, and what else records are told to
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(vars(self), memo))
-        copied._engine.closed = True
+        copied._run.at.enter(Stage.CLOSED)
         copied._end_calls = []
-        copied._engine.switch.restore()
+        copied.engine.phase(GradientSharing).release()
         return copied
 
     # What can be seen
@@ -336,14 +323,14 @@ class Ensemble:
     def __repr__(self) -> str:
         """One line: replica, step, what it trains with as center x multiplier, interval, controller."""
         try:
-            return f"{type(self).__name__}({one_line(self._engine)})"
+            return f"{type(self).__name__}({one_line(self._run)})"
         except Exception:  # shown in tracebacks too, of a constructor that has raised for example
             return object.__repr__(self)
 
     @property
     def closed(self) -> bool:
         """Whether `close()` was called: steps are plain from then on."""
-        return self._engine.closed
+        return self._run.at.closed
 
     @property
     def total_steps(self) -> int | None:
@@ -368,54 +355,53 @@ class Ensemble:
     @property
     def last_checkpoint(self) -> str | None:
         """Where the run can be resumed from, for errors that end it; `hdet.save` and `load` set it."""
-        return self._engine.health.last_checkpoint
+        return self._run.last_checkpoint
 
     @last_checkpoint.setter
     def last_checkpoint(self, path: str | None) -> None:
-        self._engine.health.last_checkpoint = path
+        self._run.last_checkpoint = path
 
     @property
     def replicas(self) -> Replicas:
         """Who the replicas are: fixed by the first optimizer step, looked up anew before it."""
-        return self._engine.rounds.replicas
+        return self._run.replicas
 
     @property
     def mid_round(self) -> bool:
         """Whether a round is under way, in which the replicas hold different weights."""
-        return self._engine.mid_round
+        return self._run.mid_round
 
     @property
     def replicas_differ(self) -> bool:
         """Whether what replicas hold is their own: weights in mid-round, and optimizer state that is not averaged."""
-        return self._engine.replicas_differ
+        return self._run.replicas_differ
 
     @property
     def holds_parts(self) -> bool:
         """Whether what this ensemble saves is a part of something: of where a round began and of the tail
         average, with sharded models.
         """
-        engine = self._engine
-        return (engine.outer.active or engine.tail.active) and engine.tensors.in_parts
+        return any(phase.holds_weights for phase in self.engine.phases) and self._run.tensors.in_parts
 
     @property
     def progress(self) -> dict[str, int | bool]:
         """Where the run is: optimizer steps taken, rounds ended, steps of this round, and the like."""
-        return self._engine.rounds.state_dict()
+        return self._run.rounds.state_dict()
 
     @property
     def scales(self) -> dict[str, float]:
         """The factor on each hyperparameter's schedule, by name: center = base * scale."""
-        return self._engine.scales
+        return self._run.scales
 
     @property
     def multipliers(self) -> dict[str, float]:
         """This replica's multiplier of each hyperparameter, by name: value = center * multiplier."""
-        multipliers = self._engine.rounds.multipliers
+        multipliers = self._run.rounds.multipliers
         return dict.fromkeys(multipliers, 1.0) if self.closed else multipliers
 
     def restore_bases(self) -> None:
         """Put the bases back into the parameter groups, should a step that raised have left values there."""
-        self._engine.fan_out.restore()
+        self._run.values.fan_out.restore()
 
     # Saving and resuming
 
@@ -424,7 +410,7 @@ class Ensemble:
 
         In mid-round it belongs to its replica, like the weights: save one per replica.
         """
-        return resume.saved_state(self._engine)
+        return state.saved_state(self.engine)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from `state_dict()`. Load weights after wrapping the model in DDP, which broadcasts rank 0's.
@@ -432,7 +418,7 @@ class Ensemble:
         Raises:
             ValueError: if the state is another replica's, or was saved for other hyperparameters.
         """
-        resume.load_state(self._engine, state_dict)
+        state.load_state(self.engine, state_dict)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -441,16 +427,12 @@ class Ensemble:
         `model.state_dict()` does not warn in mid-round, and steps of the optimizer are not counted:
         torch.distributed.checkpoint takes one of length 0 to make its state.
         """
-        if self._engine.in_consensus:
+        if self._run.at.stage is Stage.CONSENSUS:
             raise RuntimeError(
                 "inside consensus() the model holds the average, which is no state of a replica; leave it first"
             )
-        self._saving = True
-        try:
-            with self._engine.fan_out.away():
-                yield
-        finally:
-            self._saving = False
+        with self._run.values.fan_out.away():
+            yield
 
     @staticmethod
     def averaged_state(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -458,7 +440,7 @@ class Ensemble:
 
         The round goes on with new slots. Its losses so far are one replica's, so its scores do not count.
         """
-        return resume.averaged_state(state_dict)
+        return state.averaged_state(state_dict)
 
     @staticmethod
     def probes_at_end(tail_average: float, probe: AnyProbe | None, model: nn.Module | None) -> int:
@@ -467,16 +449,17 @@ class Ensemble:
 
     def start_from(self, step: int) -> None:
         """Go on at `step` without a saved state: a new controller, the same weights on all replicas."""
-        resume.start_from(self._engine, step)
+        state.start_from(self.engine, step)
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self.mid_round and not (self._engine.in_consensus or self._saving or self._warned_state_dict):
-            self._warned_state_dict = True
-            warnings.warn(
+        held = self._run.at.stage is Stage.CONSENSUS or self._run.values.fan_out.is_away
+        if self.mid_round and self._may_warn_of_state_dict and not held:
+            self._may_warn_of_state_dict = False
+            warn(
                 "model.state_dict() in mid-round holds this replica's weights, not the average; save it "
-                "inside `with ensemble.consensus():`, or one per replica to resume in mid-round",
-                stacklevel=2,
+                "inside `with ensemble.consensus():`, or one per replica to resume in mid-round"
             )
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
-        self._engine.health.note_load()
+        for phase in self.engine.phases:
+            phase.weights_loaded()

@@ -13,11 +13,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet.hooks import Hooks, WeakHook
+from hdet.hooks import Closure, Hooks, StepArgs, WeakHook, with_closure
 from hdet.hyperparameters.in_groups import InGroups
 
 Base = float | Tensor
-StepArgs = tuple[tuple[Any, ...], dict[str, Any]]
 _PATIENCE = 36
 
 
@@ -69,28 +68,23 @@ class FanOut:
     Args:
         optimizers: whose steps are watched.
         hyperparameters: what is written.
-        prepare: called before the first step, before every step while `ready` is False, and before one that follows on
-            `patience` steps that were not counted, and again on twice as many; held weakly.
 
     Attributes:
+        prepare: called before every step while `ready` is False, and before one that follows on `patience` steps that
+            were not counted, and again on twice as many.
         ready: steps may be taken without asking `prepare`.
         patience: optimizer steps that may go by until somebody calls `count()`.
     """
 
-    def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        hyperparameters: Sequence[InGroups],
-        prepare: Callable[[], None],
-    ) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], hyperparameters: Sequence[InGroups]) -> None:
         self.ready = False
+        self.prepare: Callable[[], None] = WeakHook(None)
         self.patience: float = _PATIENCE
         self._asks_at: float = self.patience
         self._away = False
         _check_alone(optimizers, hyperparameters)
         self._optimizers = tuple(optimizers)
         self._hyperparameters = tuple(hyperparameters)
-        self._prepare = WeakHook(prepare)
         self._watched = {id(o): _Watched() for o in optimizers}
         self._hooks = Hooks(self)
         for optimizer in optimizers:
@@ -139,6 +133,11 @@ class FanOut:
         """Whether replicas differ in this place of the optimizer's groups."""
         return any(h.place == place and h.diverges and optimizer in h.optimizers for h in self._hyperparameters)
 
+    @property
+    def is_away(self) -> bool:
+        """Whether steps are none of the run's."""
+        return self._away
+
     @contextmanager
     def away(self) -> Iterator[None]:
         """Within it steps are none of the run's: torch takes one of length 0 to make an optimizer's state."""
@@ -164,7 +163,7 @@ class FanOut:
         watched = self._watched[id(optimizer)]
         if not self.ready or watched.steps >= self._asks_at:
             self._asks_at = max(self.patience, 2 * watched.steps)
-            self._prepare()
+            self.prepare()
         if watched.depth and not _steps_nest(optimizer):
             watched.restore()  # the last step raised
         watched.depth += 1
@@ -172,7 +171,7 @@ class FanOut:
             watched.apply(optimizer.param_groups)
         if len(args) == 1 and not kwargs:
             return None
-        return _with_closure(args, kwargs, watched.restore)
+        return with_closure(args, kwargs, lambda closure: _undone(closure, watched.restore))
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._away:
@@ -218,11 +217,8 @@ def _check_alone(optimizers: Sequence[Optimizer], hyperparameters: Sequence[InGr
                 )
 
 
-def _with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], on_error: Callable[[], None]) -> StepArgs | None:
-    """The arguments of a step, with a closure that calls `on_error` before it raises."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if not callable(closure):
-        return None
+def _undone(closure: Closure, on_error: Callable[[], None]) -> Closure:
+    """A closure that calls `on_error` before it raises."""
 
     def guarded() -> Any:
         try:
@@ -231,6 +227,4 @@ def _with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], on_error: Calla
             on_error()
             raise
 
-    if len(args) > 1:
-        return (args[0], guarded, *args[2:]), kwargs
-    return args, {**kwargs, "closure": guarded}
+    return guarded

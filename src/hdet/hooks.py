@@ -15,6 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+StepArgs = tuple[tuple[Any, ...], dict[str, Any]]
+Closure = Callable[[], Any]
+
 
 class WeakHook:
     """Calls a method of its owner for as long as the owner lives. Copies and pickles of it do nothing."""
@@ -100,3 +103,13 @@ def innermost(model: nn.Module) -> nn.Module:
 def _remove_all(handles: list[RemovableHandle]) -> None:
     while handles:
         handles.pop().remove()
+
+
+def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Callable[[Closure], Closure]) -> StepArgs | None:
+    """The arguments of `optimizer.step()` with its closure wrapped; None if it has none."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return None
+    if len(args) > 1:
+        return (args[0], wrap(closure), *args[2:]), kwargs
+    return args, {**kwargs, "closure": wrap(closure)}

@@ -8,7 +8,6 @@ import math
 import os
 import socket
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +18,7 @@ from hdet.reading import Lines, UnreadableError
 from hdet.record import HyperparameterRecord, RoundRecord, SearchRecord
 from hdet.schema import Check, Field, MismatchError, count, fields, mapping, number_or_hole, record, text, whole
 from hdet.sink import writes
+from hdet.user_warning import warn
 
 VERSION = 1
 """Of the schema. A new key is no new version: readers leave out what they do not know."""
@@ -67,10 +67,9 @@ class JSONLines:
             self._failed = False
         except OSError as error:
             if not self._failed:
-                warnings.warn(
+                warn(
                     f"round {record.round} cannot be written to {self.path} ({error.strerror or error}); the run goes "
-                    "on, and rounds are missing there until it can be",
-                    stacklevel=2,
+                    "on, and rounds are missing there until it can be"
                 )
             self._failed = True
 
@@ -148,7 +147,7 @@ def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if source.notice and not lines:
         raise ValueError(f"{path} must hold one JSON object per line, as hdet.JSONLines writes them; {source.notice}")
     if source.notice:
-        warnings.warn(source.notice, stacklevel=3)
+        warn(source.notice)
     return lines
 
 

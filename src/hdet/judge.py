@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from hdet.probe.probe import Probe
 from hdet.replicas import Replicas
 from hdet.score import Loss, Score, as_loss, typical
+from hdet.user_warning import warn
 
 AnyProbe = Probe | Callable[[int], Loss]
 _NUMBERS = 7
@@ -104,7 +104,7 @@ class Judge:
             if replicas.sharded:  # the others of this replica wait for it
                 raise
             self._start = torch.tensor([math.nan, 1.0], dtype=torch.float64)
-            warnings.warn(f"the probe raised {type(error).__name__} at index {index}: {error}", stacklevel=2)
+            warn(f"the probe raised {type(error).__name__} at index {index}: {error}")
         assert self._start is not None
         table = replicas.gather(self._start.to(device))
         self._start = None

@@ -6,7 +6,6 @@ DistributedDataParallel has a switch for it, the one that its `no_sync()` turns 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hdet.shards import part
+from hdet.user_warning import warn
 
 Gradients = Literal["shared", "local"]
 _SWITCH, _BUFFERS = "require_backward_grad_sync", "require_forward_param_sync"
@@ -64,11 +64,10 @@ class LocalGradients:
             return
         self._unsure = False
         if len(everyone) > 1 and len(seen) == len(everyone) and len(set(seen)) == 1:
-            warnings.warn(
+            warn(
                 "gradients are to be local, but in the first step they were the same on all replicas: if a wrapper "
                 "around the model shares them, pass the wrapper, Ensemble(..., model=ddp); if all replicas were given "
-                "the same batch, give each its own",
-                stacklevel=6,
+                "the same batch, give each its own"
             )
 
     @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 from hdet.controllers import Controller, Fixed, LineSearch, Plan, Softmax
@@ -10,6 +9,7 @@ from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.hyperparameters.in_forward import InForward
 from hdet.hyperparameters.in_groups import InGroups
 from hdet.outer_step import OuterStep
+from hdet.user_warning import warn
 
 
 def warn_without_effect(
@@ -30,7 +30,7 @@ def warn_without_effect(
                 f"{controller.warmup_steps} warm-up steps are over; use a shorter warm-up or interval"
             )
     if problem is not None:
-        warnings.warn(problem, stacklevel=5)
+        warn(problem)
 
 
 def warn_of_probe(controller: Controller, probe: object, wants: Plan, local: bool, tail_average: float) -> None:
@@ -44,7 +44,7 @@ def warn_of_probe(controller: Controller, probe: object, wants: Plan, local: boo
             "use controller=hdet.Slope()"
         )
     if problem is not None:
-        warnings.warn(problem, stacklevel=5)
+        warn(problem)
 
 
 def warn_of_bases(explored: Iterable[Hyperparameter]) -> None:
@@ -56,18 +56,16 @@ def warn_of_bases(explored: Iterable[Hyperparameter]) -> None:
             off.setdefault(h.place, []).extend(not h.steered(float(base)) for base in h.bases())
     for place, each in off.items():
         if all(each):
-            warnings.warn(
+            warn(
                 f"{place} is off or at its bound now in every parameter group, where every multiple of it is the same: "
-                "it is not explored; begin with another value, or leave it out of the hyperparameters",
-                stacklevel=5,
+                "it is not explored; begin with another value, or leave it out of the hyperparameters"
             )
     for h in explored:
         bases = [float(base) for base in h.bases()] if isinstance(h, InForward) else []
         if bases and not any(h.steered(base) for base in bases):
-            warnings.warn(
+            warn(
                 f"{h.name} is {bases[0]:g}, at its bound: in the {h.coordinate} coordinate every replica has the same "
-                f'value, so it is not explored; begin within {h.bounds}, or write coordinate="linear"',
-                stacklevel=5,
+                f'value, so it is not explored; begin within {h.bounds}, or write coordinate="linear"'
             )
 
 
@@ -75,29 +73,26 @@ def warn_of_two_replicas(controller: Controller, wants: Plan, names: Iterable[st
     """Warn of a line search that two replicas are too few for: of one among several, whose others move too."""
     searched = list(names if isinstance(controller, LineSearch) else rates)
     if wants.needs_line and len(searched) > 1:
-        warnings.warn(
+        warn(
             f"a line search of each of {len(searched)} hyperparameters needs three replicas, and there are two: they "
-            "stay where they are; explore one joint learning rate, use controller=hdet.Slope(), or start more replicas",
-            stacklevel=7,
+            "stay where they are; explore one joint learning rate, use controller=hdet.Slope(), or start more replicas"
         )
 
 
 def warn_of_outer_step(outer: OuterStep, interval: int, total_steps: int | None) -> None:
     """Warn of an outer step that is never taken."""
     if outer.active and total_steps is not None and interval >= total_steps:
-        warnings.warn(
+        warn(
             f"outer_step={outer.given} has no effect: the only round, of {total_steps} steps, is the last one, whose "
-            "way is taken whole; use a shorter interval, for example 10",
-            stacklevel=5,
+            "way is taken whole; use a shorter interval, for example 10"
         )
 
 
 def warn_not_prepared() -> None:
     """Warn that a rate was to be found before the first step."""
-    warnings.warn(
+    warn(
         "Auto finds the learning rate before the first step in a long run or with one replica, but prepare() was not "
-        "called: call ensemble.prepare(step_fn); or, if you know the rate, write controller=hdet.Auto(finds=False)",
-        stacklevel=7,
+        "called: call ensemble.prepare(step_fn); or, if you know the rate, write controller=hdet.Auto(finds=False)"
     )
 
 

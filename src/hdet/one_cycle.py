@@ -31,6 +31,7 @@ from hdet.range_test.found_rate import FoundRate
 from hdet.record import OnRound
 from hdet.rollback.rollback import Rollback
 from hdet.score import Loss
+from hdet.user_warning import warn
 
 Decay = Literal["one_cycle", "geometric"]
 
@@ -368,4 +369,4 @@ def _warn_without_effect(auto: bool, spread: float, warmup_steps: int, interval:
     elif decay != "one_cycle" and not auto:
         problem = f"auto_lr_decay={decay!r} has no effect without enable_auto_lr=True"
     if problem is not None:
-        warnings.warn(problem, stacklevel=4)
+        warn(problem)

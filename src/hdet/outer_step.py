@@ -140,23 +140,27 @@ class OuterStep:
         """Where this round began, if it has `begun` and that is known, and the momenta. The same on all replicas."""
         state = {}
         if begun and self._parameters:
-            state["outer_step"] = [t.clone() for t in self._start]
+            state["start"] = [t.clone() for t in self._start]
         if self._momenta:
-            state["outer_momentum"] = [t.clone() for t in self._momenta]
+            state["momenta"] = [t.clone() for t in self._momenta]
         return state
 
-    def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Go on from `state_dict()`; other entries of `state` are left alone.
+    def check_state(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+        """Raise if `load_state_dict` could not go on from this.
 
         Raises:
             ValueError: if it was saved for other parameters.
         """
-        start, momenta = state.get("outer_step", []), state.get("outer_momentum", [])
-        for saved, what in ((start, "start of the round is"), (momenta, "momenta of outer_step are")):
+        for key, what in (("start", "start of the round is"), ("momenta", "momenta of outer_step are")):
+            saved = state.get(key, [])
             if self.active and saved and [t.shape for t in saved] != [p.shape for p in parameters]:
                 raise ValueError(
                     f"the saved {what} that of another model; resume with the same model, and the same layers frozen"
                 )
+
+    def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+        """Go on from `state_dict()`, which `check_state()` has passed."""
+        start, momenta = state.get("start", []), state.get("momenta", [])
         self.reset()
         if momenta and self.momentum:
             self._own(parameters)

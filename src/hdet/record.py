@@ -118,6 +118,7 @@ class RoundRecord:
         last: whether the run ends with it. A `finish()` at a round's end makes a last record of 0 steps.
         outer_step: how much of a round's way the run takes when it ends; None if it is not known.
         outer_momentum: how much of the rounds before it is taken again, with `Nesterov`; None if it is not known.
+        tail_average: whether the run ended with its tail average; None if there was none to take.
         gradients: "shared" or "local"; None if it is not known.
         trend: whether the losses are lower than at the start by more than their noise: "falls"; "back" if they were and
             are not any more, "risen" if they have been as much higher and are not lower by a tenth of that, "flat" if
@@ -148,6 +149,7 @@ class RoundRecord:
     last: bool = False
     outer_step: float | None = None
     outer_momentum: float | None = None
+    tail_average: bool | None = None
     gradients: str | None = None
     trend: str = ""
     first_loss: float | None = None

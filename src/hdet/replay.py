@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import os
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -22,7 +21,7 @@ from hdet.hooks import unwrap
 from hdet.reading import UnreadableError, read_json
 from hdet.record import RoundRecord
 from hdet.schedule import IN_GROUPS, KIND, VERSION, check_schedule, notices, reaches_the_end
-from hdet.tail import was_taken
+from hdet.user_warning import warn
 
 _MOST_BYTES = 1 << 28
 
@@ -56,7 +55,7 @@ def make_schedule(records: Iterable[RoundRecord]) -> dict[str, Any]:
     complete = ended and reaches_the_end(schedules, steps)
     about = {"kind": KIND, "version": VERSION, "total_steps": steps, "complete": complete}
     how = {name: getattr(rounds[-1], name) for name in ("outer_step", "outer_momentum", "gradients")}
-    how["tail_average_taken"] = was_taken(rounds[-1].events)
+    how["tail_average_taken"] = bool(rounds[-1].tail_average)
     return {**about, **how, "hyperparameters": schedules}
 
 
@@ -116,12 +115,11 @@ class ReplayLR(LRScheduler):
         self._writes = _placed(self._curves, optimizer, which)
         if not told["complete"]:
             last = max(curve["steps"][-1] for curve in chosen.values())
-            warnings.warn(
-                f"the run was cut off before step {told['total_steps']}; its values of step {last} are held from there",
-                stacklevel=2,
+            warn(
+                f"the run was cut off before step {told['total_steps']}; its values of step {last} are held from there"
             )
         for notice in notices(told):
-            warnings.warn(notice, stacklevel=2)
+            warn(notice)
         super().__init__(optimizer, last_epoch)
 
     @property

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from enum import Enum, auto
 
 from hdet.assignment import Design, deal_round
 from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.replicas import Replicas, Where, find_replicas
+from hdet.user_warning import warn
+
+
+class Stage(Enum):
+    """Where the run is, between two calls."""
+
+    DEALT = auto()
+    """A round is dealt; its first step has not been taken."""
+    TRAINING = auto()
+    """Steps of a round are taken."""
+    FINISHED = auto()
+    """There are no more rounds: steps are plain."""
+    CONSENSUS = auto()
+    """The model holds the average for a while: no step may be taken."""
+    CLOSED = auto()
+    """The ensemble is closed, for good: steps are plain."""
 
 
 @dataclass
@@ -21,18 +37,42 @@ class Position:
         round: rounds ended.
         step_in_round: optimizer steps of this round.
         cut: this round was not begun at its first step, so its scores do not count.
-        finished: there are no more rounds.
         noisy: the replicas began this round with weights of their own, so it ends in an average, taken whole.
         equal: the replicas are known to hold the same weights. Not saved: the weights are loaded apart.
+        stage: what may be done now; `enter()` writes it.
     """
 
     step: int = 0
     round: int = 0
     step_in_round: int = 0
     cut: bool = False
-    finished: bool = False
     noisy: bool = False
     equal: bool = False
+    stage: Stage = Stage.DEALT
+    _outside: Stage = Stage.DEALT  # of a consensus, or of an ensemble that was closed
+
+    def enter(self, stage: Stage) -> Stage:
+        """Go to another stage; the one before, to come back to. There is no way back from CLOSED."""
+        before = self.stage
+        if before is not Stage.CLOSED:
+            if before is not Stage.CONSENSUS:
+                self._outside = before
+            self.stage = stage
+        return before
+
+    @property
+    def finished(self) -> bool:
+        """Whether there are no more rounds."""
+        return Stage.FINISHED in (self.stage, self._outside if self.stage in _OVERLAYS else None)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the ensemble is closed."""
+        return self.stage is Stage.CLOSED
+
+
+_OVERLAYS = (Stage.CONSENSUS, Stage.CLOSED)
+_SAVED = ("step", "round", "step_in_round", "cut", "noisy")
 
 
 class Rounds:
@@ -109,10 +149,9 @@ class Rounds:
             return False
         self._replicas = find_replicas(self._where)
         if (self._local or self._explored()) and self._replicas.size == 1:
-            warnings.warn(
+            warn(
                 "there is one replica only, so the spread has no effect and this is plain training; launch several: "
-                "with torchrun, and torch.distributed.init_process_group() first; with `hdet train`, by --replicas",
-                stacklevel=2,
+                "with torchrun, and torch.distributed.init_process_group() first; with `hdet train`, by --replicas"
             )
         self._deal_again()
         return True
@@ -126,8 +165,10 @@ class Rounds:
         """Count optimizer steps; whether the round ends with them."""
         at = self.at
         at.step += steps
+        if at.finished:
+            return False
         at.step_in_round += steps
-        at.equal = not self.diverges and (at.equal or not at.finished)
+        at.equal = not self.diverges
         return at.step_in_round >= self._interval or self.over
 
     def catch_up(self, step: int) -> None:
@@ -154,34 +195,39 @@ class Rounds:
     def finish(self) -> None:
         """No more rounds: every multiplier is 1 from now on."""
         at = self.at
-        at.step_in_round, at.cut, at.noisy, at.finished, at.equal = 0, False, False, True, True
+        at.step_in_round, at.cut, at.noisy, at.equal = 0, False, False, True
+        at.enter(Stage.FINISHED)
         self._deal_again()
 
     def start_from(self, step: int) -> None:
         """Go to a step that was reached without an ensemble, by replicas that hold the same weights."""
         at = self.at
         at.step, at.round, at.step_in_round = step, step // self._interval, step % self._interval
-        at.cut, at.noisy, at.finished, at.equal = at.step_in_round > 0, False, self.over, step > 0
+        at.cut, at.noisy, at.equal = at.step_in_round > 0, False, step > 0
+        self._go_on(finished=self.over)
         self._deal_again()
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
         """Go on from `state_dict()`; a longer run than the one that was saved goes on exploring."""
-        self.at.noisy = False  # which older states do not have
-        for key, value in state.items():
-            setattr(self.at, key, value)
+        for key in _SAVED:
+            setattr(self.at, key, state[key])
         self.at.equal = False
-        self.at.finished = self.at.finished and (self._total_steps is None or self.over)
+        self._go_on(finished=bool(state["finished"]) and (self._total_steps is None or self.over))
         self._deal_again()
 
     def state_dict(self) -> dict[str, int | bool]:
         """The progress. The slots are dealt again from it, on any number of replicas."""
-        return {key: value for key, value in asdict(self.at).items() if key != "equal"}
+        return {**{key: getattr(self.at, key) for key in _SAVED}, "finished": self.at.finished}
 
     def close(self) -> None:
         """Give back the process group, and warn if the run ends in mid-round."""
         if self._replicas is not None:
             self._replicas.close()
         self._at_end()
+
+    def _go_on(self, finished: bool) -> None:
+        begun = Stage.TRAINING if self.at.step_in_round else Stage.DEALT
+        self.at.enter(Stage.FINISHED if finished else begun)
 
     def _deal_again(self) -> None:
         if self._replicas is not None:
@@ -208,7 +254,4 @@ class Rounds:
 
 def _warn_unfinished(at: Position) -> None:
     if at.step_in_round > 0 and not at.finished and not at.equal:
-        warnings.warn(
-            "a run ended in mid-round: the replicas hold different weights; call ensemble.finish() at the end",
-            stacklevel=2,
-        )
+        warn("a run ended in mid-round: the replicas hold different weights; call ensemble.finish() at the end")

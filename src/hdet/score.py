@@ -117,15 +117,18 @@ class Score:
 
     def state_dict(self) -> dict[str, Any]:
         """What was added so far in this round, to the last bit."""
-        marked = {"early": _kept(self._early), "first": _kept(self._first)}
-        return {"total": _copy(self._total), "count": self._count, **marked}
+        return {"total": _copy(self._total), "count": self._count, **self.first_losses()}
+
+    def first_losses(self) -> dict[str, Any]:
+        """Of these the means of the first steps."""
+        return {"early": _kept(self._early), "first": _kept(self._first)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`."""
-        total = state["total"]
+        """Go on from `state_dict()`, or from `first_losses()`."""
+        total = state.get("total", 0.0)
         self._total = total.clone() if isinstance(total, Tensor) else float(total)
-        self._count = cast(int, state["count"])
-        self._early, self._first = _kept(state.get("early")), _kept(state.get("first"))
+        self._count = cast(int, state.get("count", 0))
+        self._early, self._first = _kept(state["early"]), _kept(state["first"])
 
 
 def typical(losses: Sequence[float]) -> float:
@@ -180,11 +183,6 @@ class OwnLoss:
         kept.reset()
         self.steps, self._kept_steps = self._kept_steps, 0
         return mean
-
-
-def early_of(state: dict[str, Any]) -> dict[str, Any]:
-    """A saved score of which only the means of the first steps are left."""
-    return {**Score().state_dict(), "early": state.get("early"), "first": state.get("first")}
 
 
 def _kept(marked: Any) -> tuple[Tensor | float, int] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ _PROBES = 16  # that the two are compared on: docs/research.md, "The tail averag
 _LEAST = 2  # round ends that are worth an average
 _MOST = 1e150  # a loss that is no number to reckon with
 
-_TAKEN = "tail average: taken"
 _RULE = Rule(lambda x: 0 <= x <= 1, "lie in [0, 1], a part of the run; 0 for none", "0.5")
 
 
@@ -52,11 +51,6 @@ def unfit(probe: object, model: nn.Module | None) -> str | None:
     if any(getattr(module, "running_mean", None) is not None for module in model.modules()):
         return "the running statistics of its normalisation would not be those of the averaged weights"
     return None
-
-
-def was_taken(events: Iterable[str]) -> bool:
-    """Whether the record of a run's last round says that the run ended with its tail average."""
-    return any(event.startswith(_TAKEN) for event in events)
 
 
 def probes_at_end(part: float, probe: object, model: nn.Module | None) -> int:
@@ -95,6 +89,13 @@ def compare(last: Sequence[float], average: Sequence[float]) -> Compared:
     return Compared(gain > error, statistics.fmean(last), gain, error)
 
 
+class Settled(NamedTuple):
+    """What became of a tail average: whether it was taken, and why, in words."""
+
+    taken: bool
+    text: str
+
+
 class Tail:
     """Holds the mean of the weights at the round ends of the last part of a run, in single precision at least.
 
@@ -112,6 +113,16 @@ class Tail:
         self._tensors: list[Tensor] = []  # without what lies in the memory of another one
         self._mean: list[Tensor] = []
         self.reset()
+
+    @property
+    def count(self) -> int:
+        """How many round ends were counted."""
+        return self._count
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What it has in memory."""
+        return self._mean
 
     @property
     def active(self) -> bool:
@@ -158,7 +169,7 @@ class Tail:
             for tensor, mean in zip(self._tensors, self._mean, strict=True):
                 mean.lerp_(tensor.to(mean.dtype), 1 / self._count)
 
-    def settle(self, score: Callable[[int], float], act: bool = True) -> str | None:
+    def settle(self, score: Callable[[int], float], act: bool = True) -> Settled | None:
         """When the run ends: leave the better of the last weights and the tail average. Collective where `score` is.
 
         Args:
@@ -166,16 +177,16 @@ class Tail:
             act: False to leave the last weights whatever comes out.
 
         Returns:
-            What was found, in words; None if there was nothing to find.
+            What was found; None if there was nothing to find.
         """
         if self._stopped is not None:
-            return f"tail average: none, {self._stopped}"
+            return Settled(False, f"tail average: none, {self._stopped}")
         if not self.active:
             return None
         count, since = self._count, self._since
         if count < _LEAST:
             self.release()
-            return f"tail average: none, as {count} rounds have ended since step {self._begin:g}"
+            return Settled(False, f"tail average: none, as {count} rounds have ended since step {self._begin:g}")
         self._meet_half_way()
         last, average = [], []
         for number in range(_PROBES):
@@ -222,7 +233,7 @@ class Tail:
         if not self._count:
             return {}
         told = {"count": self._count, "since": self._since, "until": self._until, "trained": list(trained)}
-        return {"tail": {**told, "mean": [t.clone() for t in self._mean]}}
+        return {**told, "mean": [t.clone() for t in self._mean]}
 
     def check_state(self, state: dict[str, Any], tensors: Sequence[Tensor], trained: Sequence[int]) -> None:
         """Raise if `load_state_dict` could not go on from this.
@@ -230,10 +241,9 @@ class Tail:
         Raises:
             ValueError: if it was saved for other parameters.
         """
-        saved = state.get("tail")
-        if saved is None or not self.active:
+        if not state or not self.active:
             return
-        same = saved["trained"] == list(trained) and [t.shape for t in saved["mean"]] == [
+        same = state["trained"] == list(trained) and [t.shape for t in state["mean"]] == [
             t.shape for t in _apart(tensors)
         ]
         if not same:
@@ -244,28 +254,27 @@ class Tail:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any], tensors: Sequence[Tensor]) -> None:
-        """Go on from `state_dict()`; other entries of `state` are left alone.
+        """Go on from `state_dict()`.
 
         What was counted too early for this run, which may be longer, does not count: it begins anew.
         """
-        saved = state.get("tail")
         self.reset()
-        if saved is None or not self.active or saved["since"] <= self._begin:
+        if not state or not self.active or state["since"] <= self._begin:
             return
         self.reserve(tensors)
-        self._count, self._since, self._until = (int(saved[name]) for name in ("count", "since", "until"))
-        torch._foreach_copy_(self._mean, list(saved["mean"]))
+        self._count, self._since, self._until = (int(state[name]) for name in ("count", "since", "until"))
+        torch._foreach_copy_(self._mean, list(state["mean"]))
 
 
-def _tell(found: Compared, act: bool, what: str) -> str:
+def _tell(found: Compared, act: bool, what: str) -> Settled:
     if not math.isfinite(found.gain):
-        return f"tail average: left, {what}: its loss or that of the last weights is not finite"
+        return Settled(False, f"tail average: left, {what}: its loss or that of the last weights is not finite")
     percent = 100 / abs(found.loss) if found.loss else math.nan
     how = f"probe loss {found.loss:.4g}, {-percent * found.gain:+.2f} +- {percent * found.error:.2f} % with it"
     if found.better and act:
-        return f"{_TAKEN}; {what} ({how})"
+        return Settled(True, f"tail average: taken; {what} ({how})")
     done = "would be taken" if found.better else "left, the last weights stay"
-    return f"tail average: {done}; {what} ({how})"
+    return Settled(False, f"tail average: {done}; {what} ({how})")
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -70,6 +70,11 @@ class Tensors:
         """Whether ranks hold parts of what is trained."""
         return any(is_dtensor(p) for o in self._optimizers for group in o.param_groups for p in group["params"])
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where what is trained lives; None if nothing is."""
+        return next((p.device for p in self.trained() if p.requires_grad), None)
+
     def parameters(self) -> list[Tensor]:
         """What the optimizers train now."""
         return converge.parameters(self._optimizers)

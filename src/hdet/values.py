@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -20,19 +20,13 @@ class Values:
     Args:
         optimizers: whose steps are watched.
         hyperparameters: what is written.
-        prepare: called before a step while `fan_out.ready` is False; held weakly.
 
     Attributes:
         fan_out: those in parameter groups, written for the length of a step.
     """
 
-    def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        hyperparameters: Sequence[Hyperparameter],
-        prepare: Callable[[], None],
-    ) -> None:
-        self.fan_out = FanOut(optimizers, [h for h in hyperparameters if isinstance(h, InGroups)], prepare)
+    def __init__(self, optimizers: Sequence[Optimizer], hyperparameters: Sequence[Hyperparameter]) -> None:
+        self.fan_out = FanOut(optimizers, [h for h in hyperparameters if isinstance(h, InGroups)])
         self._forward = [h for h in hyperparameters if isinstance(h, InForward)]
         self._now: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {})
 

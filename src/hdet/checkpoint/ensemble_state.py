@@ -8,18 +8,17 @@ from typing import Any
 from hdet.ensemble import Ensemble
 
 State = dict[str, Any]
-# Where a round began, the momenta of the outer step, and the tail average.
-_COMMON = ("outer_step", "outer_momentum", "tail")
 
 
-def losses_of(ensemble: Ensemble) -> State | None:
+def losses_of(ensemble: Ensemble) -> State:
     """The losses of the round so far, which are this replica's own even where all hold the same weights."""
-    return ensemble.state_dict().get("judge")
+    own: State = ensemble.state_dict()["own"]
+    return own
 
 
 def with_losses(entry: State, losses: State) -> State:
     """A saved entry with a replica's own losses."""
-    return _changed(entry, lambda state: {**state, "judge": losses})
+    return _changed(entry, lambda state: {**state, "own": losses})
 
 
 def without_replica(entry: State) -> State:
@@ -29,13 +28,12 @@ def without_replica(entry: State) -> State:
 
 def without_common(entry: State) -> tuple[State, State]:
     """A replica's saved entry without what is the same on all of them even in mid-round, and that."""
-    common = {key: value for key, value in _inner(entry).items() if key in _COMMON and value}
-    return _changed(entry, lambda state: {key: state[key] for key in state if key not in common}), common
+    return _changed(entry, lambda state: {**state, "weights": {}}), _inner(entry)["weights"]
 
 
 def with_common(entry: State, common: State) -> State:
     """Back from `without_common()`."""
-    return _changed(entry, lambda state: {**state, **common})
+    return _changed(entry, lambda state: {**state, "weights": common})
 
 
 def _inner(entry: State) -> State:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import importlib
 import os
 import time
-import warnings
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from hdet.user_warning import warn
 
 _PATIENCE = 20.0  # seconds for a process that was killed to be gone, and for the rest of a run that was restarted
 _SILENCE = 2.0  # of them; then it is said what is waited for
@@ -103,10 +104,9 @@ def _take(place: Path) -> int | None:
         if waited > _SILENCE and not told:
             told = True
             by = _holder(handle) or "another process"
-            warnings.warn(
+            warn(
                 f"another run ({by}) saves to {place}: waiting up to {_PATIENCE:g} s for it to end, as it may be what "
-                "is left of one that was restarted",
-                stacklevel=2,
+                "is left of one that was restarted"
             )
         time.sleep(0.05)
 

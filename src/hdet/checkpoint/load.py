@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from hdet.checkpoint.exchange import come_to, exchange, replicas_of, together
 from hdet.checkpoint.mean import mean
 from hdet.replicas import Replicas, collective_device
 from hdet.restore import Generators
+from hdet.user_warning import warn
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def load(
         finally:
             torch.clear_autocast_cache()  # the caller's autocast keeps casts of the old weights until it ends
             for notice in notices:
-                warnings.warn(notice, stacklevel=2)
+                warn(notice)
     if ensemble is not None and loaded is not None:
         ensemble.last_checkpoint = str(loaded.path)
     return loaded

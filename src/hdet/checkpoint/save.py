@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +19,7 @@ from hdet.checkpoint.ensemble_state import losses_of, without_common
 from hdet.checkpoint.exchange import come_to, replicas_of, together
 from hdet.ensemble import Ensemble
 from hdet.replicas import Replicas, collective_device
+from hdet.user_warning import warn
 
 
 def save(
@@ -189,4 +189,4 @@ def _prune(path: Path, keep: int) -> None:
     try:
         folder.prune(path, keep)
     except OSError as error:  # the new one is safe
-        warnings.warn(f"old checkpoints in {path} could not be removed: {error}", stacklevel=4)
+        warn(f"old checkpoints in {path} could not be removed: {error}")

@@ -139,7 +139,10 @@ class LineSearch:
     def update(self, state: State, report: Report) -> State:
         """The scales after one full round."""
         late = report.total_steps is not None and report.step > self._until(report.total_steps)
-        if late or report.probe is None or report.start is None:
+        if late:
+            return state
+        state = {name: _with_highest(entry, report.observations[name].base) for name, entry in state.items()}
+        if report.probe is None or report.start is None:  # as in the first round, which is no less part of the schedule
             return state
         rises = [loss - report.start for loss in report.probe]
         fitted = fit if len(state) == 1 else fit_with_intercept
@@ -150,12 +153,11 @@ class LineSearch:
 
     def _move(self, entry: dict[str, float], seen: Observation, rises: Sequence[float], fit: Fit) -> dict[str, float]:
         fitted = fit(seen.multipliers, rises) if seen.explored else None
-        highest = max(seen.base, entry["highest"])
-        share = 2 * seen.base / highest - 1 if highest > 0 else 0.0
+        share = 2 * seen.base / entry["highest"] - 1 if entry["highest"] > 0 else 0.0
         if fitted is None or share <= 0:
             return entry
         carried = self._carried(entry, seen.base * entry["scale"])
-        after = {**self._averaged(carried, *fitted), "highest": highest}
+        after = self._averaged(carried, *fitted)
         if after["slope"] == 0.0 and after["curvature"] == 0.0:
             return after
         found = math.log(self._vertex(after["slope"], after["curvature"]) / _VERTEX[self.target])
@@ -237,6 +239,11 @@ class LineSearch:
 
     def _within(self, vertex: float) -> float:
         return min(max(vertex, 1 / self.reach), self.reach)
+
+
+def _with_highest(entry: dict[str, float], base: float) -> dict[str, float]:
+    """An entry that knows of one more base; the same one if that was not higher."""
+    return {**entry, "highest": base} if base > entry["highest"] else entry
 
 
 def clear_until(start: float, up: bool, line: tuple[float, float], variance: tuple[float, float, float]) -> float:

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.converge import has_numbers, widened
-from hdet.hooks import Hooks
+from hdet.hooks import Closure, Hooks, StepArgs, with_closure
 
 _MOST_IN_A_ROW = 3
 _LOOK_EVERY = 16  # checks, where the streak is on a device
-StepArgs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class GradientGuard:
@@ -76,19 +75,18 @@ class GradientGuard:
         self._hooks.remove()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArgs | None:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):
+        def check_after(closure: Closure) -> Closure:
+            def checked() -> Any:
+                loss = closure()
+                self._check(optimizer)  # there was no gradient before
+                return loss
+
+            return checked
+
+        with_own = with_closure(args, kwargs, check_after)
+        if with_own is None:
             self._check(optimizer)
-            return None
-
-        def checked() -> Any:
-            loss = closure()
-            self._check(optimizer)  # there was no gradient before
-            return loss
-
-        if len(args) > 1:
-            return (args[0], checked, *args[2:]), kwargs
-        return args, {**kwargs, "closure": checked}
+        return with_own
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if id(optimizer) in self._within:

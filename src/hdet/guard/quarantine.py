@@ -16,39 +16,29 @@ from torch import Tensor
 from hdet.board import counted, who
 from hdet.converge import copy_from, layout
 from hdet.guard.gradients import flags, looked_at
-from hdet.judge import Judged
 from hdet.replicas import Replicas
-
-_WELL, _SICK, _ENDED = 1.0, 0.0, -1.0
 
 
 class Condition(NamedTuple):
     """How one replica is, in the numbers that it tells the others.
 
     Attributes:
-        how: whether all of it that the guard looks at is finite, or its data have ended.
+        well: whether all of it that the guard looks at is finite.
         skipped: steps whose gradient was not finite.
         layout: of its optimizer state.
-        step: where it is.
-        full: whether its round is full.
         odd: which of `looked_at()` is the first that is not finite; -1 for none.
         spoiled: which of the statistics is the first that was finite at the round's start and is not now; -1 for none.
         several: how many of them.
         left: how many of these have no finite value to go back to.
     """
 
-    how: float
+    well: float
     skipped: float
     layout: float
-    step: float
-    full: float
     odd: float = -1.0
     spoiled: float = -1.0
     several: float = 0.0
     left: float = 0.0
-
-
-NUMBERS = len(Condition._fields)
 
 
 def condition(
@@ -57,10 +47,6 @@ def condition(
     spoiled: Tensor,
     skipped: Tensor | int,
     device: torch.device,
-    *,
-    ended: bool,
-    step: int,
-    full: bool,
 ) -> Tensor:
     """How this replica is: a `Condition` on `device`, without a host read.
 
@@ -70,17 +56,13 @@ def condition(
         spoiled: its statistics; see `Statistics.spoiled`.
         skipped: steps whose gradient was not finite.
         device: where the numbers go.
-        ended: whether its data have ended.
-        step: where it is.
-        full: whether its round is full.
     """
-    told = Condition(_WELL, 0, layout(state), step, full)
-    vector = torch.tensor(told, dtype=torch.float64, device=device)
+    vector = torch.tensor(Condition(1.0, 0.0, layout(state)), dtype=torch.float64, device=device)
     fine = flags(tensors, device)
-    vector[0] = _ENDED if ended else fine.all().double()
+    vector[0] = fine.all()
     vector[1] = skipped
-    vector[5] = first(~fine)
-    vector[6:] = spoiled.to(device)
+    vector[3] = first(~fine)
+    vector[4:] = spoiled.to(device)
     return vector
 
 
@@ -209,11 +191,8 @@ class Census:
         ended: those whose data have ended.
         skipped: by replica, the steps whose gradient was not finite.
         same_state: their optimizers hold the same kinds of state.
-        step: the step of those whose data have not ended; the last one of all, if there are none.
-        full: whether their round is full.
         odd: by sick replica, which of what is looked at is the first that is not finite; -1 if its score alone is not.
         spoiled: by replica, which of the statistics were spoiled in this round.
-        scores: the mean losses of all, whether they count or not.
     """
 
     healthy: tuple[int, ...]
@@ -221,11 +200,8 @@ class Census:
     ended: tuple[int, ...] = ()
     skipped: tuple[int, ...] = ()
     same_state: bool = True
-    step: int = 0
-    full: bool = False
     odd: Mapping[int, int] = field(default_factory=dict)
     spoiled: Mapping[int, Spoiled] = field(default_factory=dict)
-    scores: tuple[float, ...] = ()
 
     @property
     def all_well(self) -> bool:
@@ -242,19 +218,14 @@ class Census:
         """Whether somebody trains and nobody is healthy."""
         return bool(self.sick) and not self.healthy
 
-    @property
-    def averaged(self) -> tuple[int, ...] | None:
-        """Those that are averaged; None for all."""
-        return self.healthy or None if not self.all_well else None
-
-    def losses(self, judged: Judged, guarded: bool) -> Sequence[float]:
-        """What an alarm is to judge the round by; nothing if nobody trained, or no loss was given."""
-        if self.all_ended or not (judged.given or self.lost):
+    def losses(self, scores: Sequence[float], given: bool, guarded: bool) -> Sequence[float]:
+        """What an alarm is to judge the round by; nothing if nobody trained, or no loss was `given`."""
+        if self.all_ended or not (given or self.lost):
             return ()
         if self.lost:
             return (math.nan,)
         left_out = guarded or not self.all_well
-        return [s for s in judged.scores if math.isfinite(s) or not left_out] or (math.nan,)
+        return [s for s in scores if math.isfinite(s) or not left_out] or (math.nan,)
 
     def stuck(self, steps: int) -> str:
         """Why none of the round's steps was taken by anybody; empty if one was."""
@@ -263,18 +234,13 @@ class Census:
         because = f"; {who(self.sick)} had a loss or weights that are not finite" if self.sick else ""
         return f"every step of the round was skipped ({steps} in all), as the gradient was not finite{because}"
 
-    def view(self, judged: Judged) -> Judged:
+    def shown(self, scores: Sequence[float]) -> tuple[float, ...]:
         """What the controller is shown: no score of those that do not count."""
         if self.all_well:
-            return judged
-        hidden = [rank not in self.healthy for rank in range(len(judged.scores))]
-        scores = tuple(math.nan if hide else s for hide, s in zip(hidden, judged.scores, strict=True))
-        probe = judged.probe
-        if probe is not None:
-            probe = tuple(math.nan if hide else s for hide, s in zip(hidden, probe, strict=True))
-        return judged._replace(scores=scores, probe=probe)
+            return tuple(scores)
+        return tuple(score if rank in self.healthy else math.nan for rank, score in enumerate(scores))
 
-    def events(self, step: int) -> tuple[str, ...]:
+    def events(self, step: int) -> list[str]:
         """What to tell."""
         said = []
         if any(self.skipped):
@@ -283,53 +249,44 @@ class Census:
             said.append(f"guard: skipped {counted(most, 'step')} on {where}, as the gradient was not finite")
         if self.sick and self.healthy:
             said.append(f"guard: {who(self.sick)} was not finite at step {step} and got the average of the others")
-        if self.ended:
-            said.append(f"{who(self.ended)} had no more data before step {step} and got the average of the others")
-        return tuple(said)
+        return said
 
 
-def take_census(table: Sequence[Sequence[float]], judged: Judged, guarded: bool) -> Census:
-    """What the gathered conditions say, the last `NUMBERS` numbers of each row.
+def take_census(
+    table: Sequence[Sequence[float]], ended: Sequence[int], scores: Sequence[float], by_scores: bool
+) -> Census:
+    """What all replicas have told.
 
-    Statistics that cannot be put back and a score that is not finite are symptoms too, unless that would leave nobody.
+    Statistics that cannot be put back and, `by_scores`, a score that is not finite are symptoms too, unless that would
+    leave nobody.
+
+    Args:
+        table: a `Condition` of each.
+        ended: those whose data have ended.
+        scores: their mean losses.
+        by_scores: whether these say how they are.
     """
-    rows = [Condition(*row[-NUMBERS:]) for row in table]
-    ended = tuple(rank for rank, row in enumerate(rows) if row.how == _ENDED)
-    sick = {rank for rank, row in enumerate(rows) if _SICK <= row.how < _WELL}
+    rows = [Condition(*row) for row in table]
+    sick = {rank for rank, row in enumerate(rows) if not row.well} - set(ended)
     symptoms = [{rank for rank, row in enumerate(rows) if row.left}]
-    if guarded and judged.given:
-        symptoms.append({rank for rank, score in enumerate(judged.scores) if not math.isfinite(score)})
+    if by_scores:
+        symptoms.append({rank for rank, score in enumerate(scores) if not math.isfinite(score)})
     for found in symptoms:
-        suspect = found | sick
-        sick = suspect if len(suspect - set(ended)) < len(rows) - len(ended) else sick
-    sick -= set(ended)
-    present = [row for row in rows if row.how != _ENDED]
+        suspect = (found | sick) - set(ended)
+        sick = suspect if len(suspect) < len(rows) - len(ended) else sick
     return Census(
         healthy=tuple(rank for rank in range(len(rows)) if rank not in sick and rank not in ended),
         sick=tuple(sorted(sick)),
-        ended=ended,
+        ended=tuple(ended),
         skipped=tuple(int(row.skipped) for row in rows),
         same_state=len({row.layout for row in rows}) == 1,
-        step=int(max(row.step for row in present or rows)),
-        full=bool(present) and all(row.full for row in present),
         odd={rank: int(rows[rank].odd) for rank in sorted(sick)},
         spoiled={
             rank: Spoiled(int(row.spoiled), int(row.several), int(row.left))
             for rank, row in enumerate(rows)
             if row.several
         },
-        scores=judged.scores,
     )
-
-
-def ended(row: Sequence[float]) -> bool:
-    """Whether a replica that gathered this row has no more data."""
-    return Condition(*row[-NUMBERS:]).how == _ENDED
-
-
-def full(row: Sequence[float]) -> bool:
-    """Whether the round of a replica that gathered this row is full."""
-    return bool(Condition(*row[-NUMBERS:]).full)
 
 
 def restore_state(census: Census, state: Sequence[Tensor], replicas: Replicas, own: bool = False) -> None:

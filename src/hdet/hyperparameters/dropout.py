@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from torch.nn import functional
 from hdet.assignment import Ladder
 from hdet.hyperparameters.hyperparameter import check_scalar
 from hdet.hyperparameters.in_forward import Bounds, Cell, Held, InForward
+from hdet.user_warning import warn
 
 
 def dropout(
@@ -87,11 +87,10 @@ def _warn_of_compiling(compiled: Mapping[str, Cell]) -> None:
     if not names:
         return
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    warnings.warn(
+    warn(
         f"torch compiles anew for every dropout probability of {', '.join(names[:3])}{more}, and after a few of them "
         "runs that part uncompiled; keep it out of the compiled part, or set its own dropout to 0 before hdet.dropout, "
-        "which then explores the other layers",
-        stacklevel=3,
+        "which then explores the other layers"
     )
 
 

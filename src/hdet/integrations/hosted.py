@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from hdet.hooks import unwrap
 from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.integrations.beside import Beside, trained_by
 from hdet.record import RoundRecord, metrics
+from hdet.user_warning import warn
 
 Hyperparameters = Sequence[Hyperparameter | Sequence[Hyperparameter]]
 Given = Hyperparameters | Callable[[Any], Hyperparameters] | None
@@ -87,7 +87,7 @@ class Hosted:
         options["on_round"] = [*options.get("on_round", ()), tell]
         self.ensemble = Ensemble(inner, given, model=model, **options)
         # Nobody can forget to call step() here, and one batch of a host may be many optimizer steps.
-        self.ensemble._engine.fan_out.patience = math.inf
+        self.ensemble.engine.run.values.fan_out.patience = math.inf
         self._beside = Beside(self.ensemble, {"ensemble": self.ensemble}, own)
         return self.ensemble
 
@@ -164,10 +164,9 @@ class Hosted:
         assert self.ensemble is not None
         assert self._beside is not None
         if not self._beside.load(Path(path), step):
-            warnings.warn(
+            warn(
                 f"there is no state of an ensemble at step {step} in {path}: the replicas go on from the weights in "
-                "the checkpoint, with a new controller",
-                stacklevel=3,
+                "the checkpoint, with a new controller"
             )
             self.ensemble.start_from(taken)
 

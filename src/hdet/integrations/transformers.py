@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from hdet.ensemble import Ensemble
 from hdet.integrations.hosted import Given, Hosted
 from hdet.integrations.overrides import Overrides
 from hdet.record import RoundRecord
+from hdet.user_warning import warn
 
 _IGNORED = -100  # the label of what is not predicted
 _BESIDE = "hdet"  # the folder within a checkpoint
@@ -226,11 +226,10 @@ def _warn_of_own_loss(trainer: Trainer) -> None:
     """Warn of a loss whose scaling is not known: replicas would be judged by how many tokens they have."""
     own = type(trainer).compute_loss is not Trainer.compute_loss
     if own and getattr(trainer, "loss_is_scaled_for_ga", None) is None:
-        warnings.warn(
+        warn(
             f"{type(trainer).__name__} computes its own loss: is it a mean over its own tokens? Then say so, or "
             "replicas with fewer tokens seem worse: trainer.loss_is_scaled_for_ga = False; set it to True if the loss "
-            "is divided by num_items_in_batch",
-            stacklevel=3,
+            "is divided by num_items_in_batch"
         )
 
 

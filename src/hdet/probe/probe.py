@@ -137,7 +137,8 @@ class Probe:
         try:
             return self._loss_fn(model, batch)
         except (AttributeError, TypeError) as error:
-            if type(model).__name__ not in str(error):
+            swapped = f"'{type(batch).__name__}' object is not callable"
+            if type(model).__name__ not in str(error) and swapped not in str(error):
                 raise
             raise TypeError(f"loss_fn is called as loss_fn(model, batch), but: {error}; {_WRITE}") from error
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from hdet.range_test.decisions import Curve
 from hdet.replicas import Replicas
 from hdet.restore import Frozen, Generators, Modules, OptimizerState, Others, Weights, without_autocast
 from hdet.shards import reshard
+from hdet.user_warning import warn
 
 _PROBE = 0  # the index of the one probe that everything is scored on
 
@@ -121,10 +121,9 @@ class Bench:
             torch.clear_autocast_cache()
             self._generators.restore()  # last: the others may draw
         if not self._frozen.all_restored():
-            warnings.warn(
+            warn(
                 "find_lr has left parameters changed that no optimizer trains: step_fn changed them in the second ramp "
-                "only; pass the module that holds them in also=",
-                stacklevel=3,
+                "only; pass the module that holds them in also="
             )
 
     def ramp(self, steps: Sequence[tuple[int, float]], every: int, over: Callable[[Curve], bool]) -> Curve:

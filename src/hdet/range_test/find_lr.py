@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from hdet.range_test.doubts import doubts
 from hdet.range_test.found_rate import FoundRate
 from hdet.range_test.no_rate import FindLRError, no_rate
 from hdet.replicas import find_replicas
+from hdet.user_warning import warn
 
 _LOWER = (1, 16, 256)  # where the second ramp begins, if the loss is dead at once
 
@@ -131,10 +131,9 @@ def find_lr(
             bench.restore()
             replicas.close()
     if not found.sure:
-        warnings.warn(
+        warn(
             f"the learning rate that was found, {found.rate:.3g}, is not sure: {'; '.join(found.doubts)}. Compare "
-            "short runs at 0.1, 1 and 10 times it",
-            stacklevel=2,
+            "short runs at 0.1, 1 and 10 times it"
         )
     return found
 

@@ -1,0 +1,1 @@
+"""What runs behind an `Ensemble`: where the run is, and the phases that a round ends with."""

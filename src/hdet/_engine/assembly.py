@@ -1,0 +1,51 @@
+"""The phases of an ensemble, in their order, and the engine that calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from hdet._engine.engine import Engine
+from hdet._engine.run import Run
+from hdet._phases.agreement import Agreement
+from hdet._phases.averaging import Averaging
+from hdet._phases.control import Control
+from hdet._phases.descent import WatchDescent
+from hdet._phases.guard import Guard
+from hdet._phases.local_gradients import GradientSharing
+from hdet._phases.outer_step import TakeOuterStep
+from hdet._phases.phase import Phase
+from hdet._phases.recording import Recording
+from hdet._phases.rollback import GoBack
+from hdet._phases.scores import Scores
+from hdet._phases.tail_average import TailAverage
+from hdet._phases.uneven_data import UnevenData
+from hdet.record import OnRound
+from hdet.settings import Settings
+
+
+def assemble(
+    settings: Settings, also: Sequence[nn.Module | Tensor], start_step: int, on_round: Sequence[OnRound]
+) -> Engine:
+    """What runs behind an ensemble that was given these."""
+    run = Run(settings, also, start_step)
+    return Engine(run, phases(run, on_round))
+
+
+def phases(run: Run, on_round: Sequence[OnRound]) -> list[Phase]:
+    """What happens at the end of a round. The order is part of the algorithm."""
+    return [
+        UnevenData(run),  # who has no more data? Only the others need to agree
+        Agreement(run),  # nothing is averaged between replicas at different places
+        GradientSharing(run),
+        Scores(run),
+        Averaging(run),
+        Guard(run),  # needs the scores, and mends what averaging cannot
+        Control(run),
+        TakeOuterStep(run),  # from the average
+        GoBack(run),  # keeps what the outer step has led to
+        TailAverage(run),  # of the same
+        WatchDescent(run),
+        Recording(run, on_round),  # last: tells what the others have done
+    ]

@@ -1,0 +1,74 @@
+"""Recording: what the other phases have left becomes one `RoundRecord`, given to whoever takes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from hdet._engine.run import Run
+from hdet._phases.phase import Phase, Round
+from hdet.range_test.found_rate import FoundRate
+from hdet.record import OnRound, RoundRecord, SearchRecord
+
+
+class Recording(Phase):
+    """Calls the sinks once a round is over: last of all, so that one that raises leaves no round half ended."""
+
+    name = "recording"
+
+    def __init__(self, run: Run, on_round: Sequence[OnRound]) -> None:
+        self._run = run
+        self.on_round = tuple(on_round)
+
+    def prepare(self, rnd: Round) -> None:
+        rnd.recorded = bool(self.on_round) and rnd.step > 0
+
+    def after(self, rnd: Round) -> None:
+        settings, now = self._run.settings, time.perf_counter()
+        rnd.record |= {
+            "round": rnd.number,
+            "step": rnd.step,
+            "full": rnd.full,
+            "steps": rnd.steps,
+            "total_steps": settings.total_steps,
+            "last": rnd.last,
+            "round_seconds": now - self._run.clock,
+            "converge_seconds": now - rnd.began - rnd.probe_seconds_at_end if rnd.compares else 0.0,
+            "search": None if rnd.number or self._run.found is None else search_record(self._run.found),
+            "replica": self._run.replicas.ranks.rank,
+        }
+
+    def undone(self, rnd: Round) -> None:
+        self.after(rnd)
+
+    def ended(self, rnd: Round) -> None:
+        if rnd.recorded:
+            events = [*self._first_events(rnd), *rnd.events]
+            record = RoundRecord(**rnd.record, events=tuple(events))
+            for call in self.on_round:
+                call(record)
+
+    def _first_events(self, rnd: Round) -> list[str]:
+        """What to tell in the first round: what the controller has picked and why, and what the search has found."""
+        if rnd.number:
+            return []
+        why = [f"{name}: {text}" for name, text in self._run.settings.plan.why.items()]
+        return why if self._run.found is None else [*why, f"found: {self._run.found}"]
+
+
+def search_record(found: FoundRate) -> SearchRecord:
+    """What a record says of a search."""
+    return SearchRecord(
+        rate=found.rate,
+        start=found.rate / found.scale,
+        interval=found.interval,
+        whole=found.whole,
+        factor=found.factor,
+        first_loss=found.first_loss,
+        coarse=tuple((rate, loss) for rate, loss in found.coarse),
+        fine=tuple((rate, loss) for rate, loss in found.fine),
+        steps=found.steps,
+        cost=found.cost,
+        seconds=found.seconds,
+        doubts=found.doubts,
+    )
