@@ -733,3 +733,21 @@ def test_processes_resume_as_threads_do(trained, tmp_path):
     assert all(re.search(kind.says, done.stderr) for kind in kinds)
     assert "Traceback" not in done.stderr
     assert json.loads((folder / "result.json").read_text())["steps"] == STEPS
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "shared.pt"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.write_bytes(pickle.dumps(Payload()))])
+def test_checkpoints_that_are_something_else_are_one_line(name, make, trained, tmp_path, capsys, monkeypatch):
+    """The newest one alone, and all of them."""
+    monkeypatch.chdir(tmp_path)
+    for number, all_of_them in enumerate([False, True]):
+        folder = tmp_path / str(number)
+        shutil.copytree(trained[1], folder)
+        found = sorted((folder / "checkpoints").iterdir(), reverse=True)
+        for checkpoint in found if all_of_them else found[:1]:
+            (checkpoint / name).unlink()
+            make(checkpoint / name)
+        code, said = let_loose("resume", folder, None, capsys)
+        assert code == all_of_them
+        assert "cannot be verified" in said.err or "can be verified" in said.err
+        assert not list(tmp_path.rglob(CANARY))

@@ -86,7 +86,7 @@ MAY_IMPORT = {
         "hyperparameters", "in_words", "judge", "local_gradients", "outer_step", "probe", "range_test", "record",
         "replicas", "rollback", "rounds", "score", "settings", "tail",
     },
-    "checkpoint": {"agreement", "arguments", "converge", "ensemble", "hooks", "replicas", "restore"},
+    "checkpoint": {"agreement", "arguments", "converge", "ensemble", "hooks", "reading", "replicas", "restore"},
     "integrations": {"checkpoint", "ensemble", "hooks", "hyperparameters", "record", "replicas"},
     "one_cycle": {
         "agreement", "arguments", "assignment", "controllers", "deepspeed", "ensemble", "hooks", "hyperparameters",

@@ -6,11 +6,13 @@ without an end.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch.distributed import distributed_c10d
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.5  # seconds between two looks at the store: a twentieth of those waited so far
 _STOPPED_PAUSE = 0.05
+_ANSWER = 0.5  # seconds that an answer of the store is waited for at least
 _ABSENT = "?"  # no note is that
 _READING = 5.0  # seconds that whoever serves the store stays for the others to read why everybody leaves
 
@@ -44,12 +47,11 @@ class Board:
 
     Attributes:
         settled: which call of `settle` was the last one.
-        patience: seconds that a stopped process which serves the store is waited for; by default the timeout.
         server_is_stopped: whether it is, as far as that is known.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float | None = None) -> None:
-        self._kept = distributed_c10d._get_process_group_store(group)
+        self._kept = _Answering(distributed_c10d._get_process_group_store(group), lambda: self.patience)
         # torchrun may start replicas again with the store of those before them, and with their notes in it.
         self._prefix = f"hdet/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
@@ -59,21 +61,41 @@ class Board:
         self._met = 0
         self._left: dict[str, set[int]] = {}  # who has left a note of a name: nobody takes one down
         self.settled = 0
-        self.patience = self.timeout
+        self._until: float | None = None
         self.server_is_stopped: Callable[[], bool] = lambda: False
         self._gave_up = False
 
     @property
     def _store(self) -> Any:
         """The store, to be asked now. Whoever asks a stopped process would wait for it without an end."""
-        began = time.monotonic()
+        over = time.monotonic() + self.patience
         while self.server_is_stopped():
-            if self._gave_up or time.monotonic() - began >= self.patience:
+            if self._gave_up or time.monotonic() >= over:
                 self._gave_up = True
                 raise RuntimeError("the process that serves the store is stopped")
             time.sleep(_STOPPED_PAUSE)
         self._gave_up = False
         return self._kept
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a stopped process which serves the store is waited for; by default the timeout."""
+        return self.timeout if self._until is None else max(0.0, self._until - time.monotonic())
+
+    @contextmanager
+    def patient_until(self, moment: float) -> Iterator[None]:
+        """Within it that process is waited for up to this moment, or an earlier one that was given before."""
+        before = self._until
+        self._until = moment if before is None else min(before, moment)
+        try:
+            yield
+        finally:
+            self._until = before
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether a request to the store is waiting for its answer, although it was given up."""
+        return self._kept.is_silent
 
     @property
     def rank(self) -> int:
@@ -219,6 +241,49 @@ class Board:
                 return [index for index, key in enumerate(keys) if not self._store.check([key])]
             look()
             time.sleep(min(_pause(waited), seconds - waited))
+
+
+class _Answering:
+    """A store whose requests are given up in time.
+
+    torch waits without an end for a process that is stopped, or whose host is gone, before or after it was asked.
+
+    Args:
+        store: it.
+        patience: seconds to wait for an answer now.
+    """
+
+    def __init__(self, store: Any, patience: Callable[[], float]) -> None:
+        self._store, self._patience = store, patience
+        self._asking: threading.Thread | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether a request was given up and has no answer yet."""
+        return self._asking is not None and self._asking.is_alive()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return functools.partial(self._ask, getattr(self._store, name))
+
+    def _ask(self, request: Callable[..., Any], *given: Any) -> Any:
+        answers: list[Any] = []
+        errors: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                answers.append(request(*given))
+            except BaseException as error:
+                errors.append(error)
+
+        if not self.is_silent:
+            self._asking = threading.Thread(target=ask, daemon=True, name="hdet asks the store")
+            self._asking.start()
+            self._asking.join(max(self._patience(), _ANSWER))
+        if errors:
+            raise errors[0]
+        if not answers:
+            raise RuntimeError("the process that serves the store does not answer")
+        return answers[0]
 
 
 def _pause(waited: float) -> float:

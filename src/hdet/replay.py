@@ -273,7 +273,7 @@ def _placed(
 
 def _holds_number(group: Mapping[str, Any], entry: Sequence[str]) -> bool:
     """Whether a parameter group has a number there, which a center may replace."""
-    found = group.get(entry[0])
+    found = None if entry[0] == "params" else group.get(entry[0])
     if len(entry) > 1:
         index = int(entry[1])
         found = found[index] if isinstance(found, (list, tuple)) and index < len(found) else None

@@ -56,9 +56,10 @@ class Lookout(Notes):
             MissingError: if some do not come.
         """
         try:
-            decided = self.board.settle(mine, decide, self.looks())
-            if not self._processes:  # while it can be asked
-                self._states([0])
+            with self._patient(time.monotonic()):
+                decided = self.board.settle(mine, decide, self.looks())
+                if not self._processes:  # while it can be asked
+                    self._states([0])
             return decided
         except (LostReplicaError, MissingError):
             raise
@@ -165,11 +166,8 @@ class Lookout(Notes):
     @contextmanager
     def _patient(self, began: float) -> Iterator[None]:
         """Within it a stopped process that serves the store is waited for until the timeout since then is over."""
-        self.board.patience = max(0.0, began + self.board.timeout - time.monotonic())
-        try:
+        with self.board.patient_until(began + self.board.timeout):
             yield
-        finally:
-            self.board.patience = self.board.timeout
 
     def _poll(self) -> float:
         """Seconds between two looks at what everybody has said."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from hdet.board import Board, same_calls, who
 from hdet.liveness import State, identity, state
 
 _FEW = 8  # replicas whose notes are read one by one
+_ENDING = 0.3  # seconds for a process to end once its connections are closed
 _READING = 2.0  # seconds that whoever serves the store stays for the others to read who is lost
 
 
@@ -93,6 +95,15 @@ class Notes:
         """Whether the first replica, which may serve the store, is stopped; without asking the store."""
         return self.board.rank > 0 and 0 in self._processes and state(self._processes[0]) == "stopped"
 
+    def _server_has_ended(self) -> bool:
+        """Whether the first replica, which may have served the store, has ended: seen a moment after the store goes."""
+        if self.board.rank == 0 or self.board.is_silent or 0 not in self._processes:
+            return False
+        over = time.monotonic() + _ENDING
+        while (how := state(self._processes[0])) == "runs" and time.monotonic() < over:
+            time.sleep(_ENDING / 10)
+        return how == "ended"
+
     def _places(self) -> list[str | None]:
         return [None if note is None else json.loads(note)[2] for note in self.board.read_all("at")]
 
@@ -162,7 +173,10 @@ class Notes:
     def _store_is_gone(self) -> LostReplicaError:
         if self._server_is_stopped():
             return LostReplicaError("replica 0 stalled: its process is stopped, and with it the store, perhaps", [0])
-        text = "the store is gone, with the process that serves it: rank 0's, or torchrun's"
+        how = "does not answer" if self.board.is_silent else "is gone"
+        text = f"the store {how}, with the process that serves it: rank 0's, or torchrun's"
+        if self._server_has_ended():
+            text = "replica 0's process has ended, and the store is gone with it"
         elsewhere = {r: place for r, place in enumerate(self._last_seen) if place and place != self._place}
         if not elsewhere:
             return LostReplicaError(text, [0])

@@ -51,8 +51,9 @@ class Alarm:
     L is taken of two rounds in a row, the higher for `best` and the lower for the alarm: one odd round is neither. Nor
     does it stay in L: a round that is worse than the start, or than L if that is higher, by more than a quarter of the
     gain and by more than 8 e counts for no more than that, unless the round before was as bad. (In the first window a
-    round counts for at most twice the start.) A loss that is not finite is an alarm at once. After an alarm L begins
-    anew, and for `window` steps there is no other but that one; start and best stay.
+    round counts for at most twice the start.) One that is far below what was seen, by the start or the gain, counts for
+    no less than that, unless the round before was as low. A loss that is not finite is an alarm at once. After an alarm
+    L begins anew, and for `window` steps there is no other but that one; start and best stay.
 
     The start is the mean of the first steps, ten of them with the default window, and so about the loss of an untrained
     model. A whole window would be too many: a run with a rate that is too high often learns, and is lost again, within
@@ -158,7 +159,10 @@ def _believed(state: Mapping[str, float], loss: float) -> float:
     start, level = state["start"], state["level"]
     if not (state["rounds"] or state["started"]):
         return loss
-    room = max(_ODD * (start - state["best"]), _STANDS_OUT * state["error"]) if state["started"] else abs(start)
+    gained, noise = start - state["best"], _STANDS_OUT * state["error"]
+    lowest = min(level, start) - max(abs(start), gained if state["started"] else 0.0, noise)
+    loss = max(loss, min(lowest, state["loss"]) if state["rounds"] else lowest)
+    room = max(_ODD * gained, noise) if state["started"] else abs(start)
     if not state["rounds"]:  # after an alarm
         return min(loss, start + room)
     return min(loss, max(start + room, level + room, state["loss"]))
