@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
+from hdet._phases.rollback.alarm import Alarm
 from hdet.lab.tasks import make
-from hdet.rollback.rollback import Alarm
 
 RESULTS = Path(__file__).parent / "results" / "false-alarms.jsonl"
 BEST = {

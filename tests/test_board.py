@@ -7,9 +7,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from hdet import board
-from hdet.board import Board
-from hdet.replicas.lookout import Lookout
+from hdet._replicas import store as board
+from hdet._replicas.lookout import Lookout
+from hdet._replicas.store import Board
 
 
 class Store:

@@ -18,10 +18,10 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
-from hdet import converge
 from hdet._phases.recording import Recording
+from hdet._replicas import notes
+from hdet._tensors import converge
 from hdet.checkpoint import folder as saved
-from hdet.replicas import notes
 
 TIMEOUT = 2.0
 VICTIM = 1

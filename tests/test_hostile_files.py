@@ -23,12 +23,12 @@ from collections.abc import Callable
 import pytest
 from made_up_runs import make_records, write_run
 
-from hdet.json_lines import to_line
+from hdet._report.page import run_data
+from hdet._report.run import Run
+from hdet._report.watch import Watch
 from hdet.lab import summary
 from hdet.lab.cli import main
-from hdet.report.page import run_data
-from hdet.report.run import Run
-from hdet.report.watch import Watch
+from hdet.records.json_lines import to_line
 
 STEPS, SAVED = 6, 4  # of the run, and of the last checkpoint that `resume` finds
 SECONDS = 20.0  # for one command on a busy machine; each takes a fraction of one
@@ -398,7 +398,7 @@ def test_every_command_answers_in_words_with_what_is_good(name, trained, tmp_pat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(summary, "draw", lambda *given: "")  # takes long, and is the test below
     if name == "rounds: without end":
-        monkeypatch.setattr("hdet.reading.MOST_BYTES", 1 << 26)
+        monkeypatch.setattr("hdet.records.reading.MOST_BYTES", 1 << 26)
     write_run(tmp_path / "healthy", 12, 2)
     for command in (*PAGES, "resume"):
         folder = tmp_path / command

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import hdet
-from hdet.checks import check_interval
+from hdet._run.checks import check_interval
 from hdet.lab import cli, course, finder, pictures, setup, summary
 from hdet.lab import demo as demos
 from hdet.lab import start as starts

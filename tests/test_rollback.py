@@ -13,7 +13,7 @@ from torch import nn, optim
 import hdet
 from hdet._engine.state import averaged_state
 from hdet._phases.outer_step import TakeOuterStep
-from hdet.rollback.rollback import Alarm, Rollback
+from hdet._phases.rollback.alarm import Alarm, Rollback
 
 
 def verdicts(losses, steps, alarm=None):

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import torch
 
 from hdet.checkpoint.in_use import hold
-from hdet.reading import open_file
+from hdet.records.reading import open_file
 
 SHARED = "shared.pt"
 _MANIFEST = "checkpoint.json"

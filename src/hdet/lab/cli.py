@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from hdet._report.commands import ReportError, add_commands
 from hdet.lab.errors import FolderError, InterruptedRunError, LabError, OptionError, warnings_in_words
 from hdet.lab.folder import (
     LINES,
@@ -28,8 +29,7 @@ from hdet.lab.plan_command import OPTIONS as PLAN_OPTIONS
 from hdet.lab.plan_command import add_command as add_plan
 from hdet.lab.tasks import TASKS
 from hdet.lab.worker import Job
-from hdet.report.commands import ReportError, add_commands
-from hdet.terminal import say
+from hdet.records.terminal import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hdet.terminal import say
+from hdet.records.terminal import say
 
 
 class LabError(Exception):

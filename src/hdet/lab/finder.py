@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hdet import FindLRError, FoundRate, data_parallel, find_lr, find_replicas
-from hdet.json_lines import strict
+from hdet._report.search import commands_after
 from hdet.lab.errors import LabError, NoRateError
 from hdet.lab.folder import RunFolder
 from hdet.lab.options import RunOptions
@@ -19,7 +19,7 @@ from hdet.lab.status_line import StatusLine
 from hdet.lab.summary import what_next
 from hdet.lab.tables import table
 from hdet.lab.tasks import Task
-from hdet.report.search import commands_after
+from hdet.records.json_lines import strict
 
 _SHOWN_EVERY = 10  # steps
 

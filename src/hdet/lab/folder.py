@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from hdet import JSONLines, RoundRecord
-from hdet.json_lines import check_line, strict
 from hdet.lab.errors import FolderError, OptionError
 from hdet.lab.lock import LOCK, locked
 from hdet.lab.options import RunOptions
-from hdet.reading import Lines, UnreadableError, open_file, read_json, why
-from hdet.schema import Check, Field, count, mapping, number, number_or_hole, of, record, text, whole
+from hdet.records.json_lines import check_line, strict
+from hdet.records.reading import Lines, UnreadableError, open_file, read_json, why
+from hdet.records.schema import Check, Field, count, mapping, number, number_or_hole, of, record, text, whole
 
 _WEIGHTS = "weights.pt"
 LINES = ("losses.jsonl", "rounds.jsonl", "held_out.jsonl")

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hdet import ReplicaError, in_process
-from hdet.interrupts import deferred_interrupts
+from hdet._find_lr.interrupts import deferred_interrupts
 from hdet.lab.errors import ONE_LINE, InterruptedRunError, LabError, ReplicaFailedError
 from hdet.lab.worker import Job, perform, work
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from hdet.lab.errors import LabError, OptionError
 from hdet.lab.tasks import TASKS, MissingDataError, OptimizerKind, Size, Task, make
-from hdet.schema import Field, MismatchError, fields, record, text
+from hdet.records.schema import Field, MismatchError, fields, record, text
 
 CONTROLLERS = ("none", "fixed", "softmax", "line_search", "slope", "auto")
 _WITH_PROBE = ("line_search", "slope", "auto")

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hdet._report.pictures import draw_fan, pyplot
+from hdet._report.run import Run
 from hdet.lab.errors import LabError
 from hdet.lab.folder import full_result, read, read_lines, reported, why_early
-from hdet.report.pictures import draw_fan, pyplot
-from hdet.report.run import Run
 
 # Runs that lie on each other are all to be seen.
 _STYLES: list[dict[str, Any]] = [{"linewidth": 3.5, "alpha": 0.5}, {"linewidth": 1.5}, {"linewidth": 1.5, "ls": "--"}]

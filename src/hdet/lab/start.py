@@ -16,8 +16,8 @@ from hdet.lab.folder import RunFolder, read_if_good
 from hdet.lab.options import RunOptions
 from hdet.lab.setup import charged_steps, device, make_outer_step
 from hdet.lab.tasks import Task
-from hdet.reading import UnreadableError
-from hdet.schema import fields, record
+from hdet.records.reading import UnreadableError
+from hdet.records.schema import fields, record
 
 _FILE = "start.json"
 

@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hdet import LostReplicaError, RoundRecord, data_parallel, find_replicas, load, save, warm_init
-from hdet.json_lines import strict
 from hdet.lab.course import Clock, HeldOutCurve, Meter, Scales
 from hdet.lab.errors import FolderError
 from hdet.lab.folder import RunFolder, load_weights
@@ -23,6 +22,7 @@ from hdet.lab.recipe import ONE_CYCLE, Recipe
 from hdet.lab.setup import device, make_ensemble, make_smoothing
 from hdet.lab.start import Start, settle
 from hdet.lab.tasks import Task, bare
+from hdet.records.json_lines import strict
 
 
 def train(options: RunOptions, folder: str | Path, recipe: Recipe = ONE_CYCLE) -> dict[str, Any]:
