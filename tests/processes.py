@@ -14,6 +14,7 @@ import traceback
 import warnings
 
 import torch.distributed as dist
+from without import take_out
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The fork server looks for what it preloads on PYTHONPATH only.
@@ -85,6 +86,7 @@ def _collect(pipes, deadline):
 
 
 def _child(function, args, rank, size, store, initialise, pipe):
+    take_out()
     try:
         if initialise:
             initialise_gloo(rank, size, store)

@@ -1,6 +1,11 @@
 """The phases of a round's end: their order, one that a test brings along, and what is left when one is taken out."""
 
 import copy
+import os
+import pathlib
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -152,3 +157,24 @@ def test_what_is_taken_out_takes_its_feature_with_it_and_nothing_else(name):
     taken_out, plain, whole = first
     assert taken_out == plain
     assert (whole == plain) == (name != "outer step")  # the others had nothing to do in this run
+
+
+OWN = {  # tests that need the phase that is taken out
+    "TailAverage": r"test_tail\.py",
+    "TakeOuterStep": r"test_outer_|what_auto_picks",
+    "GoBack": r"test_rollback\.py|roll(s_)?back|snapshot|moments_that_overflow|nan_on_one_replica",
+}
+FILES = ("outer_step", "outer_momentum", "rollback", "tail", "quarantine", "judge", "invariants", "twin", "ensemble")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", OWN)
+def test_without_it_the_tests_of_all_others_pass(name):
+    here = pathlib.Path(__file__).parent
+    files = [str(next(here.rglob(f"test_{stem}.py"))) for stem in FILES]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *files]
+    environment = {**os.environ, "HDET_TEST_WITHOUT": name, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    assert failed, done.stdout[-3000:]
+    assert not [test for test in failed if not re.search(OWN[name], test)]
