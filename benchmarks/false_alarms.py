@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet.lab.tasks import make
 from hdet.rollback.rollback import Alarm
+from hdet_lab.tasks import make
 
 RESULTS = Path(__file__).parent / "results" / "false-alarms.jsonl"
 BEST = {

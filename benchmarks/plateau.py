@@ -47,10 +47,10 @@ def known() -> list[dict]:
 def search(task: str, optimizer: str, seed: int, start: str) -> dict[str, dict]:
     """The interval's middle and the cost of each variant, in this process."""
     import hdet  # noqa: PLC0415
-    from hdet.lab.options import RunOptions  # noqa: PLC0415
-    from hdet.lab.setup import make_probe  # noqa: PLC0415
     from hdet.range_test.bench import Bench  # noqa: PLC0415
     from hdet.range_test.decisions import Coarse  # noqa: PLC0415
+    from hdet_lab.ensemble_from_options import make_probe  # noqa: PLC0415
+    from hdet_lab.options import RunOptions  # noqa: PLC0415
 
     peak_lr = float(f"{BEST[task, optimizer] * STARTS[start]:.6g}")
     options = RunOptions(

@@ -21,11 +21,11 @@ from made_up_runs import make_records, write_run
 
 import hdet
 from hdet.json_lines import strict, to_line
-from hdet.lab.cli import main
 from hdet.report import pictures
 from hdet.report.page import page, run_data
 from hdet.report.run import Run
 from hdet.report.watch import Watch
+from hdet_lab.cli import main
 
 UPLOT = {  # version 1.6.32, from npm
     "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
@@ -393,7 +393,7 @@ def test_a_thousand_replicas_are_shown_by_quantiles(browser, tmp_path):
 def test_watch_shows_new_rounds_within_two_seconds_and_says_when_the_run_ends(browser, tmp_path):
     folder = tmp_path / "live"
     folder.mkdir()
-    command = [sys.executable, "-m", "hdet.lab", "watch", str(folder)]
+    command = [sys.executable, "-m", "hdet_lab", "watch", str(folder)]
     watch = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     url = re.search(r"http://127\.0\.0\.1:\d+/", watch.stdout.readline())[0]
     seen = Page(browser, url)
