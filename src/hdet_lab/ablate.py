@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 from hdet_lab.errors import OptionError
 from hdet_lab.folder import read_lines
 from hdet_lab.many_runs import held_out_loss, mean, open_experiment, run_all, run_all_to_the_end
-from hdet_lab.options import RunOptions
+from hdet_lab.options import GRADIENTS, RunOptions
 from hdet_lab.tables import number, table
 from hdet_lab.worker import Job
 
 NOISE = 0.01
 """The paper's, relative to the weights."""
-CONTROLLERS, GRADIENTS = ("softmax", "auto"), ("shared", "local")
+CONTROLLERS = ("softmax", "auto")
 _WARM_PART = 4  # the run that the weights come from is this part of a run long
 _WARM_SEED = 1000  # and has other batches
 _RATIO, _MOST_FACTORS = 3.0, 10  # where to look for a rate that is too high

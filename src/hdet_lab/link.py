@@ -1,4 +1,4 @@
-"""How long a converge takes here: real ones, timed on 2, 4 and 8 processes, and the model of `plan.py` fitted to them.
+"""How long a converge takes here: real ones, timed on 2, 4 and 8 processes, and the model of `cost.py` fitted to them.
 
 torchrun --nnodes 4 --nproc-per-node 8 ... -m hdet_lab.link      # the same on your own machines, on all their ranks
 """

@@ -3,121 +3,112 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hdet.schema import Field, MismatchError, fields, record, text
 from hdet_lab.errors import LabError, OptionError
+from hdet_lab.option import REQUIRED, Rule, at_least_0, one_of, option, options_of, positive, whole
+from hdet_lab.option import spread as is_spread
 from hdet_lab.tasks import TASKS, MissingDataError, OptimizerKind, Size, Task, make
 
 CONTROLLERS = ("none", "fixed", "softmax", "line_search", "slope", "auto")
 _WITH_PROBE = ("line_search", "slope", "auto")
 EXPLORABLE = ("learning_rate", "weight_decay", "momentum", "beta2", "dropout", "label_smoothing")
 REGULARISERS = frozenset({"weight_decay", "dropout", "label_smoothing"})
-_OF_FAN_OUT = (
-    "explore", "spread", "gradients", "outer_step", "outer_momentum", "tail_average", "average_state", "interval",
-    "per_group", "charge",
-)  # fmt: skip
-_OF_SOFTMAX = ("temperature", "warmup_steps")
 SIZES = ("smoke", "standard", "long")
 OPTIMIZERS = ("adamw", "sgd")
+GRADIENTS = ("shared", "local")
 
 
 @dataclass(frozen=True)
 class RunOptions:
     """One run. Two runs with equal options on one machine give the same result.
 
-    Attributes:
-        task: the name of the task.
-        size: "smoke", "standard" or "long".
-        seed: what weights, batches and slots are drawn from.
-        data: a file to use in place of the task's own data.
-        steps: optimizer steps; None for those of the size.
-        replicas: how many there are; they share the task's global batch.
-        optimizer: "adamw" or "sgd", with momentum.
-        peak_lr: the peak of OneCycleLR; None for the task's own.
-        controller: "none" is plain OneCycleLR and DDP, "fixed" fans out and converges and moves nothing,
-            "softmax" is the paper's controller; the others are those of the library.
-        temperature: that of the softmax controller.
-        warmup_steps: steps before the controller moves anything; None for a third of the run.
-        explore: what is explored, with its spread: "learning_rate=0.1,weight_decay=0.3". A spread below 1 is that of
-            the linear ladder, one above 1 that of the log ladder. Empty for the learning rate, with `spread`.
-        spread: of the learning rate; None for 1/9, or for the log ladder up to 2 where the controller has a probe.
-        gradients: "shared", or "local": replicas train on their own between converges.
-        outer_step: how much of a round's way is taken at converge; None for what the controller wants.
-        outer_momentum: how much of the rounds before is taken again; None for none. With one, outer_step is 0.7 if it
-            is None: `hdet.Nesterov`.
-        tail_average: the part of the run at its end whose round ends are averaged; None for what the controller wants.
-        average_state: average the optimizer state of local gradients too.
-        weight_decay: of the dense parameters; None for the task's own.
-        dropout, label_smoothing: of the model and of the training loss.
-        charge: shorten the run by what probe and finder cost, so that its whole cost is that of a plain run. It is then
-            the run of so many steps: a finder's batches are given back, and flights are passed from first to last.
-        interval: steps per round; "auto" is a 200th of the run, between 1 and 1000.
-        per_group: explore each parameter group on its own; None for the task's way, which is yes for flights.
-        checkpoint_every: steps between checkpoints; None for no checkpoints.
-        start: the folder of another run of the task, whose weights the run begins with; None for new ones.
-        warm_noise: each replica begins with its own noise on the weights, of this size relative to them.
-        evaluate_every: steps between evaluations on the held-out samples; None for one at the end.
+    An option is defined by its field alone: `--help`, the flag, its type and the check are made of it.
 
     Raises:
         OptionError: for a value that cannot work.
     """
 
-    task: str
-    size: Size = "standard"
-    seed: int = 0
-    data: str | None = None
-    steps: int | None = None
-    replicas: int = 2
-    optimizer: OptimizerKind = "adamw"
-    peak_lr: float | None = None
-    controller: str = "softmax"
-    temperature: float = 0.1
-    warmup_steps: int | None = None
-    explore: str = ""
-    spread: float | None = None
-    gradients: Literal["shared", "local"] = "shared"
-    outer_step: float | None = None
-    outer_momentum: float | None = None
-    tail_average: float | None = None
-    average_state: bool = True
-    weight_decay: float | None = None
-    dropout: float = 0.0
-    label_smoothing: float = 0.0
-    charge: bool = False
-    interval: int | Literal["auto"] = "auto"
-    per_group: bool | None = None
-    checkpoint_every: int | None = None
-    start: str | None = None
-    warm_noise: float = 0.0
-    evaluate_every: int | None = None
+    task: str = option(REQUIRED, ", ".join(sorted(TASKS)), one_of(sorted(TASKS)), group="task")
+    size: Size = option("standard", ", ".join(SIZES), one_of(SIZES), group="task")
+    seed: int = option(
+        0, "what weights, batches and slots are drawn from",
+        whole(0), Rule(lambda seed: seed < 2**63, "less than 2**63"), group="task",
+    )  # fmt: skip
+    data: str | None = option(None, "a file to use in place of the task's own data", group="task")
+    steps: int | None = option(None, "optimizer steps, if not those of the size", whole(1), group="task")
+    replicas: int = option(2, "they share the task's global batch", whole(1), group="task")
+    optimizer: OptimizerKind = option("adamw", "adamw, or sgd with momentum", one_of(OPTIMIZERS), group="task")
+    peak_lr: float | None = option(None, "peak of OneCycleLR; default: the task's own", positive("1e-3"), group="task")
+    controller: str = option(
+        "softmax",
+        f"{', '.join(CONTROLLERS)}; none is plain OneCycleLR and DDP, fixed fans out and moves nothing, softmax is the "
+        "paper's",
+        one_of(CONTROLLERS),
+    )
+    temperature: float = option(0.1, "of the softmax controller", positive("0.1"), group="softmax")
+    warmup_steps: int | None = option(
+        None, "before the controller moves anything; default: a third of the run", whole(0), group="softmax"
+    )
+    explore: str = option(
+        "", f"what to explore: {', '.join(EXPLORABLE)}; default: learning_rate, with --spread",
+        metavar="NAME=SPREAD,...", group="fan-out",
+    )  # fmt: skip
+    spread: float | None = option(
+        None, "of the learning rate: 0.1 tries 0.9 to 1.1 times, 2 about 1/2 to 2 times; default: 1/9, or 2 where the "
+        "controller has a probe",
+        is_spread("0.1"), group="fan-out",
+    )  # fmt: skip
+    gradients: Literal["shared", "local"] = option(
+        "shared", "shared, or local: replicas train on their own between converges", one_of(GRADIENTS),
+        group="fan-out",
+    )  # fmt: skip
+    outer_step: float | None = option(
+        None, "fraction of a round's weight change to apply at converge; default: what the controller wants",
+        Rule(lambda part: 0 < part <= 1, "in (0, 1]", "0.5"), group="fan-out",
+    )  # fmt: skip
+    outer_momentum: float | None = option(
+        None, "of the outer step, for long rounds of local gradients (0.9 in DiLoCo); --outer-step is then 0.7",
+        Rule(lambda part: 0 <= part < 1, "in [0, 1)", "0.9"), group="fan-out",
+    )  # fmt: skip
+    tail_average: float | None = option(
+        None, "part of the run, at its end, whose round ends are averaged; default: what the controller wants",
+        Rule(lambda part: 0 <= part <= 1, "in [0, 1]", "0.5"), metavar="PART", group="fan-out",
+    )  # fmt: skip
+    average_state: bool = option(True, "average the optimizer state of local gradients", group="fan-out")
+    weight_decay: float | None = option(None, "of the dense parameters; default: the task's own", at_least_0("0.1"))
+    dropout: float = option(0.0, "of the model")
+    label_smoothing: float = option(0.0, "of the training loss")
+    # Such a run is the run of the steps that are left: the finder's batches are given back, and flights are passed from
+    # first to last.
+    charge: bool = option(
+        False, "shorten the run by what probe and finder cost, so that it costs what a plain run does",
+        group="fan-out",
+    )  # fmt: skip
+    interval: int | Literal["auto"] = option(
+        "auto", "steps per round, or auto: a 200th of the run, between 1 and 1000", whole(1, or_word="auto"),
+        group="fan-out",
+    )  # fmt: skip
+    per_group: bool | None = option(
+        None, "explore each parameter group on its own; default: flights without a probe", group="fan-out"
+    )
+    checkpoint_every: int | None = option(
+        None, "save the run; `hdet resume RUN` goes on with it", whole(1), metavar="STEPS"
+    )
+    start: str | None = option(None, "begin with the weights of this run's folder", metavar="RUN")
+    warm_noise: float = option(
+        0.0, "each replica's own noise on the weights, relative to their size", at_least_0("0.01")
+    )
+    evaluate_every: int | None = option(
+        None, "the held-out loss while it trains, in held_out.jsonl", whole(1), metavar="STEPS"
+    )
 
     def __post_init__(self) -> None:
-        _one_of("task", self.task, sorted(TASKS))
-        _one_of("size", self.size, SIZES)
-        _one_of("optimizer", self.optimizer, OPTIMIZERS)
-        _one_of("controller", self.controller, CONTROLLERS)
-        _whole("seed", self.seed, 0)
-        if self.seed >= 2**63:
-            raise OptionError(f"seed must be less than 2**63, got {self.seed}")
-        _whole("replicas", self.replicas, 1)
-        _whole("steps", self.steps, 1)
-        _whole("warmup_steps", self.warmup_steps, 0)
-        _whole("checkpoint_every", self.checkpoint_every, 1)
-        _whole("evaluate_every", self.evaluate_every, 1)
-        if self.interval != "auto":
-            _whole("interval", self.interval, 1)
-        _number("peak_lr", self.peak_lr, 0 < (self.peak_lr or 1) < math.inf and self.peak_lr != 0, "positive", "1e-3")
-        _number("temperature", self.temperature, 0 < self.temperature < math.inf, "positive", "0.1")
-        _number("spread", self.spread, _is_spread(self.spread or 0.0), "in [0, 1), or above 1", "0.1")
-        _number("outer_step", self.outer_step, 0 < (self.outer_step or 1) <= 1, "in (0, 1]", "0.5")
-        _number("outer_momentum", self.outer_momentum, 0 <= (self.outer_momentum or 0) < 1, "in [0, 1)", "0.9")
-        _number("tail_average", self.tail_average, 0 <= (self.tail_average or 0) <= 1, "in [0, 1]", "0.5")
-        _number("weight_decay", self.weight_decay, 0 <= (self.weight_decay or 0) < math.inf, "at least 0", "0.1")
-        _number("warm_noise", self.warm_noise, 0 <= self.warm_noise < math.inf, "at least 0", "0.01")
-        _one_of("gradients", self.gradients, ("shared", "local"))
+        for name, about in options_of(type(self)).items():
+            for rule in about.rules:
+                rule.check(name, getattr(self, name))
         self._check_effect()
         self._check_explored()
         if self.replicas == 1 and self.controller not in ("none", "auto"):  # a long run with auto does not fan out
@@ -150,23 +141,23 @@ class RunOptions:
         found = {}
         for part in self.explore.split(","):
             name, _, spread = part.partition("=")
-            _one_of("explore", name, EXPLORABLE)
+            one_of(EXPLORABLE).check("explore", name)
             if name in found:
                 raise OptionError(f"explore must name {name} once, got {self.explore!r}")
             try:
                 found[name] = float(spread)
             except ValueError:
                 raise OptionError(f"explore must be like weight_decay=0.3, got {part!r}") from None
-            _number(f"the spread of {name}", found[name], _is_spread(found[name]), "in [0, 1), or above 1", "0.3")
+            is_spread("0.3").check(f"the spread of {name}", found[name])
         return found
 
     def _check_effect(self) -> None:
         """Refuse what would be ignored."""
         others = ", ".join(name for name in CONTROLLERS if name != "none")
-        for name in _OF_FAN_OUT:
+        for name in _in_group("fan-out"):
             if not self.fans_out and self._given(name):
                 raise OptionError(f"{name} has no effect with --controller none; leave it out, or choose of {others}")
-        for name in _OF_SOFTMAX:
+        for name in _in_group("softmax"):
             if self.controller != "softmax" and self._given(name):
                 raise OptionError(
                     f"{name} has no effect with --controller {self.controller}; leave it out, or choose softmax"
@@ -222,7 +213,7 @@ class RunOptions:
 
     def plain(self) -> RunOptions:
         """The same under the plain schedule, without what then has no effect."""
-        names = (*_OF_FAN_OUT, *_OF_SOFTMAX)
+        names = (*_in_group("fan-out"), *_in_group("softmax"))
         defaults = {name: type(self).__dataclass_fields__[name].default for name in names}
         return self.replace(controller="none", **defaults)
 
@@ -252,20 +243,5 @@ class RunOptions:
             raise OptionError(str(error)) from None
 
 
-def _is_spread(spread: float) -> bool:
-    return 0 <= spread < 1 or 1 < spread < math.inf
-
-
-def _one_of(name: str, value: str, choices: tuple[str, ...] | list[str]) -> None:
-    if value not in choices:
-        raise OptionError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
-def _whole(name: str, value: object, least: int) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise OptionError(f"{name} must be a whole number of at least {least}, got {value!r}")
-
-
-def _number(name: str, value: float | None, holds: bool, rule: str, example: str) -> None:
-    if value is not None and not holds:
-        raise OptionError(f"{name} must be {rule}, got {value!r}; for example {example}")
+def _in_group(group: str) -> list[str]:
+    return [name for name, about in options_of(RunOptions).items() if about.group == group]

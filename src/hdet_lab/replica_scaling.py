@@ -1,4 +1,4 @@
-"""What more replicas bring: the same run, at the same global batch, with 2, 4, 8 and 16 of them."""
+"""`hdet returns`: what more replicas bring. The same run, at the same global batch, with 2, 4, 8 and 16 of them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from hdet_lab.options import RunOptions
 from hdet_lab.tables import number, table
 from hdet_lab.worker import Job
 
+SIZES = (2, 4, 8, 16)
 
-def returns(
+
+def scale_replicas(
     options: RunOptions,
     folder: Path,
     *,
-    sizes: Sequence[int] = (2, 4, 8, 16),
+    sizes: Sequence[int] = SIZES,
     seeds: Sequence[int] = (0,),
     one_process: Callable[[int], bool] = lambda size: False,
 ) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""How the held-out loss depends on the peak learning rate: a geometric grid, widened until the best is inside."""
+"""`hdet sweep`: how the held-out loss depends on the peak learning rate.
+
+The rates are a geometric grid, which is widened until the best one is inside.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from hdet_lab.options import RunOptions
 from hdet_lab.tables import number, table
 from hdet_lab.worker import Job
 
+RATIO, MOST_RATES = 2.0, 15
 _FIRST = 2  # rates on either side of the middle, to begin with
 _MORE = 2  # rates to add where the best one is at an edge
 
@@ -23,8 +27,8 @@ def sweep(
     folder: Path,
     *,
     seeds: Sequence[int] = (0, 1, 2),
-    ratio: float = 2.0,
-    most_rates: int = 15,
+    ratio: float = RATIO,
+    most_rates: int = MOST_RATES,
     one_process: Callable[[int], bool] = lambda size: False,
 ) -> dict[str, Any]:
     """Train at every rate with every seed; what is in sweep.json. A second call goes on where one stopped.

@@ -141,7 +141,8 @@ def _end_with_parent() -> None:
 @record
 def run(argv: Sequence[str] | None = None) -> int:
     """Train with the arguments of `hdet train` as one of torchrun's processes."""
-    from hdet_lab.cli import said, worker_job  # noqa: PLC0415
+    from hdet_lab.cli import said  # noqa: PLC0415
+    from hdet_lab.commands.training import worker_job  # noqa: PLC0415
     from hdet_lab.summary import summary  # noqa: PLC0415
 
     try:

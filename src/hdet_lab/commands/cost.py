@@ -1,4 +1,4 @@
-"""The command `hdet plan`: its options, and what they become. The model behind it is in `plan.py`."""
+"""The command `hdet plan`: its options, and what they become. The model behind it is in `cost.py`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from hdet_lab.quantities import count, part, rate, seconds
 
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 _NEEDED = ("params", "replicas", "bandwidth", "step_time")
-OPTIONS = (*_NEEDED, "interval", "shard", "latency", "copying", "fixed", "overhead", "probe", "state", "sizes")
-"""Names that an error may begin with."""
 
 
-def add_command(commands: Any) -> None:
-    """Add it to the others."""
+def add_commands(commands: Any) -> None:
+    """Add it to a parser's subcommands."""
     text = "what a run will cost in time, traffic and memory; or with --measure, how good that model is here"
     command: argparse.ArgumentParser = commands.add_parser("plan", help=text, description=text)
-    command.set_defaults(command=run)
+    command.set_defaults(command=_plan)
     add = command.add_argument
     add("--params", metavar="COUNT", help="parameters of the model: 7e9, 350M, 7B")
     add("--replicas", type=int, help="how many")
@@ -47,8 +45,7 @@ def add_command(commands: Any) -> None:
     add("--sizes", default="2,4,8", metavar="N,N", help="replicas to measure with (default: 2,4,8)")
 
 
-def run(arguments: argparse.Namespace) -> str:
-    """The plan, or the measurement, as text."""
+def _plan(arguments: argparse.Namespace) -> str:
     from hdet_lab.cost import Link, RunPlan, show, show_fit  # noqa: PLC0415
 
     given = [name for name in _NEEDED if getattr(arguments, name) is not None]
