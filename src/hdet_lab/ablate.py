@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from hdet_lab.errors import OptionError
 from hdet_lab.folder import read_lines
-from hdet_lab.many_runs import held_out_loss, mean, open_experiment, run_all, run_all_to_the_end
+from hdet_lab.many_runs import held_out_loss, mean, open_experiment, over_seeds, run_all, run_all_to_the_end
 from hdet_lab.options import GRADIENTS, RunOptions
 from hdet_lab.tables import number, table
 from hdet_lab.worker import Job
@@ -67,7 +67,7 @@ def ablate(
         LabError: for options or a folder that cannot work.
     """
     _check(controllers, gradients)
-    low_lr = options.make_task().peak_lr if options.peak_lr is None else options.peak_lr
+    low_lr = options.peak_lr_of(options.make_task())
     kinds = {"controllers": list(controllers), "gradients": list(gradients)}
     about = {"options": options.to_json(), "seeds": list(seeds), "asked_high_lr": high_lr, "noise": noise, **kinds}
     files = open_experiment(folder, "ablate.json", about)
@@ -113,8 +113,9 @@ def show(result: dict[str, Any]) -> str:
             cells[3:6] = ["no rate found", f"{row['no_rate']} of {len(losses)} seeds", "-"]
         lines.append([*cells, number(mean([_finite(x) for x in row["train_losses"]])), f"{row['seconds']:.0f}"])
     header = ["row", "method", "rate", "held-out loss", "min..max", "over low, %", "paper's", "train loss", "seconds"]
+    seeds = over_seeds(len(result["seeds"])).capitalize()
     said = (
-        f"{_seeds(len(result['seeds']))}. All rows begin with the same weights, of a plain run a quarter as "
+        f"{seeds}. All rows begin with the same weights, of a plain run a quarter as "
         f"long;\na warm init adds noise of {result['noise']:g}. The runs with auto are shortened by what they cost. "
         "With a warm\ninit only, and with auto and shared gradients, nothing averages the replicas: the losses are the "
         "first one's.\nThe paper's figures are of training losses."
@@ -134,10 +135,6 @@ def _shown_groups(result: dict[str, Any]) -> str:
     if text:
         text += '\n\nAt half and at a tenth of the peak. The paper: dense layers decay fastest, "no_decay" slowest.'
     return text
-
-
-def _seeds(count: int) -> str:
-    return f"Mean over {count} seeds" if count > 1 else "One seed, so small differences mean nothing"
 
 
 def _method(row: dict[str, Any]) -> str:

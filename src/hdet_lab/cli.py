@@ -13,7 +13,7 @@ from hdet.terminal import say
 from hdet_lab.commands import cost, experiments, training
 from hdet_lab.commands.arguments import RUN_OPTIONS, Parser
 from hdet_lab.errors import InterruptedRunError, LabError, OptionError, warnings_in_words
-from hdet_lab.folder import hdet_version
+from hdet_lab.version import hdet_version
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,12 +5,12 @@ Neither this module nor the package's `__init__` imports torch or hdet. Read on 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
+
+from hdet_lab.version import hdet_version
 
 _SIGNALS = 128  # exit codes above it are those of signals
 
@@ -21,9 +21,8 @@ def main() -> int:
     A command that was stopped ends at once: taking torch apart takes as long as a short run.
     """
     if sys.argv[1:] == ["--version"]:
-        with contextlib.suppress(PackageNotFoundError):  # of sources that are not installed; the command says so
-            print(f"hdet {version('hdet')}")
-            return 0
+        print(f"hdet {hdet_version()}")
+        return 0
     before = signal.signal(signal.SIGINT, _stop)
     from hdet_lab.cli import main as command  # noqa: PLC0415
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import hdet
+from hdet.reading import UnreadableError, why
 from hdet.terminal import say
 
 _PACKAGES = {Path(hdet.__file__).parent, Path(__file__).parent}
@@ -57,6 +58,19 @@ class InterruptedRunError(LabError):
 
 ONE_LINE = {kind.__name__: kind for kind in (OptionError, FolderError, NoRateError, LabError)}
 """Errors that a replica reports by their message alone, by name."""
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Within it `path` is written; what keeps the disk from taking it becomes one line.
+
+    Raises:
+        FolderError: for an OSError, or for a file there that cannot be what it must be.
+    """
+    try:
+        yield
+    except (OSError, UnreadableError) as error:
+        raise FolderError(f"cannot write {path}: {why(error)}") from error
 
 
 @contextlib.contextmanager

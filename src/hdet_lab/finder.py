@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hdet import FindLRError, FoundRate, data_parallel, find_lr, find_replicas
 from hdet.json_lines import strict
 from hdet.report.search import commands_after
 from hdet_lab.ensemble_from_options import device, make_probe
-from hdet_lab.errors import LabError, NoRateError
+from hdet_lab.errors import NoRateError, writing
 from hdet_lab.folder import RunFolder
 from hdet_lab.options import RunOptions
 from hdet_lab.status_line import StatusLine
@@ -35,7 +36,7 @@ def find_rate(options: RunOptions, folder: str | Path) -> dict[str, Any]:
     if files is not None:
         files.begin(options)
     task = options.make_task()
-    peak_lr = task.peak_lr if options.peak_lr is None else options.peak_lr
+    peak_lr = options.peak_lr_of(task)
     model = data_parallel(task.model().to(device()))
     found = find(options, task, model, task.optimizer(model, peak_lr, options.optimizer))
     result = result_of(options, task, peak_lr, found)
@@ -106,9 +107,5 @@ def write(result: dict[str, Any], found: FoundRate, files: RunFolder) -> None:
 
 
 def _draw(found: FoundRate, picture: Path) -> None:
-    try:
+    with contextlib.suppress(ModuleNotFoundError), writing(picture):  # the numbers are in find_lr.json
         found.plot(picture)
-    except ModuleNotFoundError:
-        return  # the numbers are in find_lr.json
-    except OSError as error:
-        raise LabError(f"cannot write {picture}: {error.strerror or error}") from error

@@ -9,8 +9,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,10 @@ from hdet import JSONLines, RoundRecord
 from hdet.json_lines import check_line, strict
 from hdet.reading import Lines, UnreadableError, open_file, read_json, why
 from hdet.schema import Check, Field, count, mapping, number, number_or_hole, of, record, text, whole
-from hdet_lab.errors import FolderError, OptionError
+from hdet_lab.errors import FolderError, OptionError, writing
 from hdet_lab.lock import LOCK, locked
 from hdet_lab.options import RunOptions
+from hdet_lab.version import hdet_version
 
 _WEIGHTS = "weights.pt"
 LINES = ("losses.jsonl", "rounds.jsonl", "held_out.jsonl")
@@ -63,34 +63,34 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        with _clearly(self.path):
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         self.last_round: RoundRecord | None = None
         self._rounds = JSONLines(self.path / "rounds.jsonl")
 
     def write(self, name: str, value: Any) -> None:
         """One file, written whole or not at all."""
-        with _clearly(self.path / name):
+        with writing(self.path / name):
             unfinished = self._unfinished(name)
             unfinished.write_text(json.dumps(strict(value), indent=1, allow_nan=False) + "\n")
             os.replace(unfinished, self.path / name)
 
     def write_weights(self, model: nn.Module) -> None:
         """weights.pt, written whole or not at all: what the model has learned, buffers included."""
-        with _clearly(self.path / _WEIGHTS):
+        with writing(self.path / _WEIGHTS):
             unfinished = self._unfinished(_WEIGHTS)
             torch.save(model.state_dict(), unfinished)
             os.replace(unfinished, self.path / _WEIGHTS)
 
     def append(self, name: str, value: Any) -> None:
         """One line of a file; it is on its way to the disk when this returns."""
-        with _clearly(self.path / name), open(self.path / name, "a") as file:
+        with writing(self.path / name), open(self.path / name, "a") as file:
             file.write(json.dumps(strict(value), allow_nan=False) + "\n")
 
     def record(self, record: RoundRecord) -> None:
         """One line of rounds.jsonl."""
         self.last_round = record
-        with _clearly(self.path / "rounds.jsonl"):
+        with writing(self.path / "rounds.jsonl"):
             self._rounds.write(record)
 
     def rewind(self, name: str, step: int) -> None:
@@ -102,7 +102,7 @@ class RunFolder:
         if not path.exists():
             return
         lines = Lines(path, _AT_STEP)
-        with _clearly(path):
+        with writing(path):
             unfinished = self._unfinished(name)
             with open(unfinished, "wb") as file:
                 file.writelines(text for text, line in lines.more() if line["step"] <= step)
@@ -264,27 +264,9 @@ def require_empty(path: Path) -> None:
     Raises:
         FolderError: with what to do about it.
     """
-    with _clearly(path):
+    with writing(path):
         if path.exists() and (not path.is_dir() or any(entry.name != LOCK for entry in path.iterdir())):
             if (path / LOCK).exists():
                 with locked(path):
                     pass
             raise FolderError(f"{path} exists and is not an empty folder; choose another one with --folder")
-
-
-@contextmanager
-def _clearly(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, UnreadableError) as error:
-        raise FolderError(f"cannot write {path}: {why(error)}") from error
-
-
-def hdet_version() -> str:
-    """That of the package as it is installed."""
-    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
-
-    try:
-        return version("hdet")
-    except PackageNotFoundError:
-        return "unknown"

@@ -1,4 +1,9 @@
-"""One process at a time in a run folder: a lock that is free again when its process ends, however it ends."""
+"""One process at a time in a run folder: a lock that is free again when its process ends, however it ends.
+
+The package filelock does not replace it: filelock leaves its file in the run folder, its older versions erase the
+holder's name when another process asks for the lock, and where there is no flock it falls back to a marker that a
+killed run leaves for other hosts to wait for.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from hdet_lab.errors import FolderError
+from hdet_lab.errors import FolderError, writing
 
 LOCK = "run.lock"
 _held: set[Path] = set()  # by this process
@@ -29,17 +34,14 @@ def locked(folder: Path) -> Iterator[None]:
         FolderError: if another process is in it, with its name.
     """
     place = folder.resolve()
-    if place in _held or (
-        folder.exists() and not folder.is_dir()
-    ):  # the latter is refused by whoever is to write there
+    is_something_else = folder.exists() and not folder.is_dir()  # refused by whoever is to write there
+    if place in _held or is_something_else:
         yield
         return
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = _take(folder)
-    except OSError as error:
-        raise FolderError(f"cannot write {folder}: {error.strerror or error}") from error
     _held.add(place)
     try:
         yield

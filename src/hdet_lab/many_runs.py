@@ -105,6 +105,15 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
+def over_seeds(count: int) -> str:
+    """What a loss is of, in words.
+
+    >>> over_seeds(3)
+    'mean over 3 seeds'
+    """
+    return f"mean over {count} seeds" if count > 1 else "one seed, so small differences mean nothing"
+
+
 def what_is_held_out(result: dict[str, Any]) -> str:
     """Which samples the losses of several runs are those of, in words."""
     if RunOptions.from_json(result["options"]).probes_held_out:

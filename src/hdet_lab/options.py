@@ -211,6 +211,10 @@ class RunOptions:
             raise LabError(str(error)) from error
         return task
 
+    def peak_lr_of(self, task: Task) -> float:
+        """The peak that the run begins with: its own, or its task's."""
+        return task.peak_lr if self.peak_lr is None else self.peak_lr
+
     def plain(self) -> RunOptions:
         """The same under the plain schedule, without what then has no effect."""
         names = (*_in_group("fan-out"), *_in_group("softmax"))

@@ -10,7 +10,7 @@ from typing import Any
 
 from hdet.report.pictures import draw_fan, pyplot
 from hdet.report.run import Run
-from hdet_lab.errors import LabError
+from hdet_lab.errors import LabError, writing
 from hdet_lab.folder import full_result, read, read_lines, reported, why_early
 
 # Runs that lie on each other are all to be seen.
@@ -93,8 +93,7 @@ def _pyplot() -> Any:
 @contextmanager
 def _clearly(picture: Path) -> Iterator[None]:
     try:
-        yield
-    except OSError as error:
-        raise LabError(f"cannot write {picture}: {error.strerror or error}") from error
-    except RuntimeError as error:
+        with writing(picture):
+            yield
+    except RuntimeError as error:  # matplotlib is not installed
         raise LabError(str(error)) from error

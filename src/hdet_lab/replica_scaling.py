@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hdet_lab.errors import OptionError
-from hdet_lab.many_runs import held_out_loss, mean, open_experiment, run_all, what_is_held_out
+from hdet_lab.many_runs import held_out_loss, mean, open_experiment, over_seeds, run_all, what_is_held_out
 from hdet_lab.options import RunOptions
 from hdet_lab.tables import number, table
 from hdet_lab.worker import Job
@@ -61,9 +61,8 @@ def show(result: dict[str, Any]) -> str:
         lowest, highest = number(min(row["losses"])), number(max(row["losses"]))
         spread = f"{lowest}..{highest}" if len(row["losses"]) > 1 else "-"
         rows.append([str(row["replicas"]), name, number(loss), spread, change, f"{row['seconds']:.1f}"])
-    seeds = len(result["seeds"])
     text = table(["replicas", "method", "held-out loss", "min..max", "against plain", "seconds"], rows)
-    said = "one seed, so small differences mean nothing" if seeds == 1 else f"mean over {seeds} seeds"
+    said = over_seeds(len(result["seeds"]))
     return f"{text}\n\nThe same global batch in every row; {said}.\n{what_is_held_out(result)}"
 
 

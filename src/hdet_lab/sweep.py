@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hdet_lab.errors import OptionError
-from hdet_lab.many_runs import held_out_loss, mean, open_experiment, run_all, what_is_held_out
+from hdet_lab.many_runs import held_out_loss, mean, open_experiment, over_seeds, run_all, what_is_held_out
 from hdet_lab.options import RunOptions
 from hdet_lab.tables import number, table
 from hdet_lab.worker import Job
@@ -79,8 +79,7 @@ def show(result: dict[str, Any]) -> str:
     said = "The best rate lies inside the grid."
     if not result["inside"]:
         said = "The best rate is at the edge of the grid: it was not found. Widen it with --most-rates or --peak-lr."
-    mean_of = f"Mean over {seeds} seeds" if seeds > 1 else "One seed, so small differences mean nothing"
-    return f"{text}\n\n{mean_of}. {said}\n{what_is_held_out(result)}"
+    return f"{text}\n\n{over_seeds(seeds).capitalize()}. {said}\n{what_is_held_out(result)}"
 
 
 def _widen(

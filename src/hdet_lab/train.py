@@ -45,7 +45,7 @@ def train(options: RunOptions, folder: str | Path, recipe: Recipe = ONE_CYCLE) -
     first = replicas.rank == 0
     files = _begin(options, folder) if first else None
     task = options.make_task()
-    peak_lr = task.peak_lr if options.peak_lr is None else options.peak_lr
+    peak_lr = options.peak_lr_of(task)
     model = _model(options, task)
     optimizer = recipe.optimizer(options, task, model, peak_lr)
     smoothing = make_smoothing(options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hdet_lab.tasks.digits import Digits
 from hdet_lab.tasks.flights import Flights
 from hdet_lab.tasks.task import Batch, MissingDataError, OptimizerKind, Preset, Size, Task, bare
@@ -10,15 +12,7 @@ from hdet_lab.tasks.text import Text
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Digits, Text, Flights)}
 
 
-def make(
-    name: str,
-    size: Size = "standard",
-    seed: int = 0,
-    data: str | None = None,
-    steps: int | None = None,
-    dropout: float = 0.0,
-    label_smoothing: float = 0.0,
-) -> Task:
+def make(name: str, *arguments: Any, **options: Any) -> Task:
     """The task of this name; the other arguments are those of `Task`.
 
     Raises:
@@ -26,7 +20,7 @@ def make(
     """
     if name not in TASKS:
         raise ValueError(f"name must be one of {', '.join(sorted(TASKS))}, not {name!r}")
-    return TASKS[name](size, seed, data, steps, dropout, label_smoothing)
+    return TASKS[name](*arguments, **options)
 
 
 __all__ = [
