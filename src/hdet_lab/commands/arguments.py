@@ -25,19 +25,25 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], str], text: str
+    commands: Any, name: str, run: Callable[[argparse.Namespace], str], text: str, *, is_new: bool = True
 ) -> argparse.ArgumentParser:
-    """A subcommand that trains; `command` of its parsed arguments is `run`."""
+    """A subcommand that trains; `command` of its parsed arguments is `run`.
+
+    Args:
+        commands: where to add it.
+        name: what the user types.
+        run: what it does; the text that it prints at the end.
+        text: what it does, for `--help`.
+        is_new: False for one that goes on in the folder of a run.
+    """
     command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     command.set_defaults(command=run)
-    command.add_argument("--folder", type=Path, help="run folder; default: runs/NAME-TIME")
-    add_in_process(command)
+    command.add_argument("--in-process", action="store_true", help="make the replicas threads of one process")
+    if is_new:
+        command.add_argument("--folder", type=Path, help="run folder; default: runs/NAME-TIME")
+    else:
+        command.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run with --checkpoint-every")
     return command
-
-
-def add_in_process(parser: argparse.ArgumentParser) -> None:
-    """The flag `--in-process`."""
-    parser.add_argument("--in-process", action="store_true", help="make the replicas threads of one process")
 
 
 def add_options(

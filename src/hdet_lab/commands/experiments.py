@@ -64,23 +64,18 @@ def _add_seeds(command: argparse.ArgumentParser, default: int, of: str) -> None:
     command.add_argument("--seeds", type=int, default=default, help=text)
 
 
-def _seeds(arguments: argparse.Namespace, options: RunOptions) -> list[int]:
-    if arguments.seeds < 1:
-        raise OptionError(f"seeds must be at least 1, got {arguments.seeds}")
-    return [options.seed + k for k in range(arguments.seeds)]
-
-
-def _without_checkpoints(options: RunOptions) -> RunOptions:
+def _options_and_seeds(arguments: argparse.Namespace, options: RunOptions) -> tuple[RunOptions, list[int]]:
     if options.checkpoint_every:
         raise OptionError(
             "--checkpoint-every is for `hdet train`; called again, this goes on with the runs that are missing"
         )
-    return options
+    if arguments.seeds < 1:
+        raise OptionError(f"seeds must be at least 1, got {arguments.seeds}")
+    return options, [options.seed + k for k in range(arguments.seeds)]
 
 
 def _sweep(arguments: argparse.Namespace) -> str:
-    options = _without_checkpoints(options_from(arguments))
-    seeds = _seeds(arguments, options)
+    options, seeds = _options_and_seeds(arguments, options_from(arguments))
     prepare(processes=not arguments.in_process)
     folder = arguments.folder or default_folder(f"sweep-{options.task}")
     with locked(folder):
@@ -99,8 +94,7 @@ def _drawn(result: dict[str, Any], folder: Path) -> str:
 
 
 def _returns(arguments: argparse.Namespace) -> str:
-    options = _without_checkpoints(options_from(arguments))
-    seeds = _seeds(arguments, options)
+    options, seeds = _options_and_seeds(arguments, options_from(arguments))
     prepare(processes=not arguments.in_process)
     folder = arguments.folder or default_folder(f"returns-{options.task}")
     most = 2 * (os.cpu_count() or 1)
@@ -113,8 +107,7 @@ def _returns(arguments: argparse.Namespace) -> str:
 
 
 def _ablate(arguments: argparse.Namespace) -> str:
-    options = options_from(arguments, TASK_OPTIONS, controller="none")
-    seeds = _seeds(arguments, options)
+    options, seeds = _options_and_seeds(arguments, options_from(arguments, TASK_OPTIONS, controller="none"))
     positive("0.1").check("high_lr", arguments.high_lr)
     positive("0.01").check("noise", arguments.noise)
     prepare(processes=not arguments.in_process)

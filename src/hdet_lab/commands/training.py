@@ -13,7 +13,6 @@ from hdet_lab.commands.arguments import (
     TASK_OPTIONS,
     Parser,
     add_command,
-    add_in_process,
     add_options,
     options_from,
 )
@@ -46,11 +45,8 @@ def add_commands(commands: Any) -> None:
     add_options(add_command(commands, "train", _train, "one run"))
 
     text = "go on with a run that was stopped, from its last checkpoint"
-    command = commands.add_parser("resume", help=text, description=text)
-    command.set_defaults(command=_resume)
-    command.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run with --checkpoint-every")
+    command = add_command(commands, "resume", _resume, text, is_new=False)
     command.add_argument("--replicas", type=int, help="default: as many as before")
-    add_in_process(command)
 
     text = "the learning rate, from a few hundred steps that are undone"
     add_options(add_command(commands, "find-lr", _find_lr, text), TASK_OPTIONS)
