@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet.rollback.rollback import Alarm
+from hdet._phases.rollback.alarm import Alarm
 from hdet_lab.tasks import make
 
 RESULTS = Path(__file__).parent / "results" / "false-alarms.jsonl"

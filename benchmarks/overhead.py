@@ -6,7 +6,7 @@ step      One `optimizer.step()` and `scheduler.step()` with 4 tiny parameter gr
           OneCycleLR shows the noise.
 loop      AdamW on a transformer of 10 million parameters and 256 tokens per rank, in DDP on 2 ranks: the time inside
           the library's hooks and `Ensemble.step` against the rest of the step, at intervals of 100 and 1000 steps.
-converge  `hdet.converge.average` of 25 million float32 parameters against one all_reduce of a flat tensor that
+converge  `hdet._tensors.converge.average` of 25 million float32 parameters against one all_reduce of a flat tensor that
           already holds them (and a division), one all_reduce per parameter (two turns, it is slow), and torch's
           PeriodicModelAverager. The slowest rank counts. Memory is what the first call in a fresh process adds at
           its peak: VmHWM of /proc/self/status, set back to VmRSS just before; hdet's process group is included.
@@ -49,8 +49,8 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
-from hdet.converge import BUCKET_BYTES, average
-from hdet.replicas import Replicas
+from hdet._replicas import Replicas
+from hdet._tensors.converge import BUCKET_BYTES, average
 
 NEVER = 10**8
 VOCABULARY = 2_000

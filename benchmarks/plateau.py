@@ -47,8 +47,8 @@ def known() -> list[dict]:
 def search(task: str, optimizer: str, seed: int, start: str) -> dict[str, dict]:
     """The interval's middle and the cost of each variant, in this process."""
     import hdet  # noqa: PLC0415
-    from hdet.range_test.bench import Bench  # noqa: PLC0415
-    from hdet.range_test.decisions import Coarse  # noqa: PLC0415
+    from hdet._find_lr.decisions import Coarse  # noqa: PLC0415
+    from hdet._find_lr.trial import Bench  # noqa: PLC0415
     from hdet_lab.ensemble_from_options import make_probe  # noqa: PLC0415
     from hdet_lab.options import RunOptions  # noqa: PLC0415
 
@@ -89,7 +89,7 @@ def _cost(bench: Any, task: Any) -> float:
 
 def _fine(bench: Any, variant: Variant, half_way: float, first: float) -> float | None:
     """The middle of the fine ramp's interval; None if the loss does not fall."""
-    from hdet.range_test.decisions import Fine  # noqa: PLC0415
+    from hdet._find_lr.decisions import Fine  # noqa: PLC0415
 
     fine = Fine()
     ramp = fine.ramp(variant.higher * half_way)

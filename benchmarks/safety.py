@@ -27,11 +27,11 @@ from overhead import SMOKE, VOCABULARY, Row, Sizes, language_model, launch
 from torch import nn
 
 import hdet
-from hdet import optimizer_state
-from hdet.converge import average
-from hdet.guard.gradients import GradientGuard, finite
-from hdet.replicas import Replicas
-from hdet.rollback.snapshot import Snapshot
+from hdet._phases.guard.gradients import GradientGuard, finite
+from hdet._replicas import Replicas
+from hdet._tensors import optimizer_state
+from hdet._tensors.converge import average
+from hdet._tensors.snapshot import Snapshot
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, sizes: Sizes) -> None:

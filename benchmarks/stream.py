@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 
 import hdet
-from hdet.range_test.decisions import Fine, default_factor
+from hdet._find_lr.decisions import Fine, default_factor
 
 RESULTS = Path(__file__).parent / "results" / "stream.jsonl"
 FEATURES, HIDDEN, CLASSES = 32, 64, 10

@@ -64,7 +64,7 @@ def reference() -> str:
     if set(listed) != public or len(listed) != len(public):
         raise SystemExit(f"docs/build.py: put each public name into SECTIONS once: {set(listed) ^ public or listed}")
     sections = {title: [_place(name) for name in names] for title, names in SECTIONS.items()}
-    sections["Trackers"] = [f"hdet.trackers.{name}" for name in hdet.trackers.__all__]
+    sections["Trackers"] = [f"hdet.records.trackers.{name}" for name in hdet.trackers.__all__]
     sections["Integrations"] = [f"hdet.integrations.{name}" for name in INTEGRATIONS]
     about = "Everything public. `import hdet` is enough: each name is `hdet.NAME`; integrations have their own modules."
     text = ["# API", "", about, ""]

@@ -3,8 +3,8 @@
 import math
 import random
 
-from hdet.json_lines import to_line
-from hdet.record import HyperparameterRecord, RoundRecord
+from hdet.records.json_lines import to_line
+from hdet.records.record import HyperparameterRecord, RoundRecord
 
 
 def make_records(rounds, replicas=8, names=("learning_rate",), seed=0, total=None, last=True):

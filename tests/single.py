@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from hdet.replicas import Replicas, seated
+from hdet._replicas import Replicas, seated
 
 
 @contextmanager

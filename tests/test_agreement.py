@@ -20,8 +20,8 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
-from hdet.agreement.fingerprint import fingerprint, plain
-from hdet.board import who
+from hdet._replicas.fingerprint import fingerprint, plain
+from hdet._replicas.store import who
 
 ODD = 2
 SECONDS = 2.0

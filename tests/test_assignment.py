@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from hdet.assignment import check_spread, deal, deal_round, multipliers, slots
-from hdet.hadamard import balanced_column, count_columns
+from hdet._explore.hadamard import balanced_column, count_columns
+from hdet._explore.slots import check_spread, deal, deal_round, multipliers, slots
 
 SIZES = [2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 64, 100]
 

@@ -7,7 +7,7 @@ from torch import nn, optim
 import hdet
 from hdet.controllers import Observation, Report, check_state, plan
 
-RUNGS = tuple(hdet.assignment.multipliers(4, 2.0, "log"))
+RUNGS = tuple(hdet._explore.slots.multipliers(4, 2.0, "log"))
 ONES = (1.0,) * 4
 GROUPS = ["learning_rate/0", "learning_rate/1"]
 

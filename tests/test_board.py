@@ -1,14 +1,15 @@
 """Notes in a store: what is asked of it, and when it is asked in vain."""
 
 import datetime
+import threading
 import time
 
 import pytest
 import torch.distributed as dist
 
-from hdet import board
-from hdet.board import Board
-from hdet.replicas.lookout import Lookout
+from hdet._replicas import store as board
+from hdet._replicas.lookout import Lookout
+from hdet._replicas.store import Board
 
 
 class Store:
@@ -91,3 +92,31 @@ def test_a_roll_call_of_1000_replicas_asks_the_store_a_few_times_a_second(seat):
     assert found.ranks == [lost]
     assert seconds > 2.5
     assert store.requests < 10 * seconds
+
+
+def test_a_store_that_does_not_answer_is_given_up_in_time(seat):
+    """As that of a process which is stopped while it is asked, or on another host."""
+    asked, store = threading.Event(), Store()
+    one = seat(store, 1, 2, timeout=0.6)
+    one.write("at", "here")
+    store.real = Deaf(asked)
+    began = time.monotonic()
+    for _ in range(3):  # and those after it at once
+        with pytest.raises(RuntimeError, match="does not answer"):
+            one.read("at", 0)
+    assert time.monotonic() - began < 1.5
+    assert one.is_silent
+    asked.set()
+    while one.is_silent:
+        time.sleep(0.01)
+    assert one.read("at", 0) is None
+
+
+class Deaf:
+    """A store that answers each request when it is let go."""
+
+    def __init__(self, event):
+        self.event = event
+
+    def __getattr__(self, name):
+        return lambda *args: self.event.wait(20) and args[-1].encode()

@@ -539,6 +539,9 @@ def forged(path, change, optimizer_class=torch.optim.AdamW, **options):
         (lambda s: s[0].update(exp_avg=torch.zeros(3, 4).long()), r"exp_avg of .* is \(3, 4\) of torch.int64"),
         (lambda s: s[1].update(exp_avg=1.0), r"exp_avg of the parameter '0.bias' is a float"),
         (lambda s: s.update({2: 5}), r"the state of the parameter '1.weight' is a int"),
+        (lambda s: s[0].update(exp_avg=torch.zeros(3, 4).to_sparse()), r"exp_avg of .* without plain values"),
+        (lambda s: s[0].update(exp_avg=torch.zeros(3, 4, device="meta")), r"exp_avg of .* without plain values"),
+        (lambda s: s[0].update(exp_avg=torch.zeros(3, 4, dtype=torch.cfloat)), r"\(3, 4\) of torch.complex64"),
     ],
 )  # fmt: skip
 def test_optimizer_state_that_does_not_fit_is_refused(tmp_path, change, says):

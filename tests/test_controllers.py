@@ -36,7 +36,7 @@ def test_one_round_worked_out_by_hand():
 def test_equal_scores_move_nothing_at_all(size):
     controller = hdet.Softmax()
     state = controller.init(["lr"])
-    multipliers = hdet.assignment.multipliers(size, 0.3)
+    multipliers = hdet._explore.slots.multipliers(size, 0.3)
     for value in (2.1, 0.0, -3.7, 1e-30):
         for step in range(50):
             f, g = math.cos(step / 40), math.cos((step + 1) / 40)
@@ -56,7 +56,7 @@ def test_relabelling_replicas_and_shifting_scores_changes_nothing(size):
     rng = random.Random(size)
     controller = hdet.Softmax(temperature=0.1)
     scores = [rng.gauss(2, 0.1) for _ in range(size)]
-    multipliers = hdet.assignment.multipliers(size, 0.3)
+    multipliers = hdet._explore.slots.multipliers(size, 0.3)
     reference = controller.update(controller.init(["lr"]), report(scores, multipliers))["lr"]["scale"]
     order = rng.sample(range(size), size)
     relabelled = report([scores[i] for i in order], [multipliers[i] for i in order])
@@ -80,7 +80,7 @@ def test_a_replica_without_a_finite_score_is_ignored(bad):
 @pytest.mark.parametrize("momentum", [0.0, 0.9, 0.99])
 def test_a_one_sided_signal_to_the_last_round_stays_within_its_limits(winner, spread, momentum):
     controller = hdet.Softmax(temperature=1e-3, momentum=momentum, max_scale=10)
-    multipliers = hdet.assignment.multipliers(4, spread)
+    multipliers = hdet._explore.slots.multipliers(4, spread)
     scores = [0.0 if r == winner else 1.0 for r in range(4)]
     floor, rounds = 4e-9, 200
     curve = [floor + (1e-3 - floor) * (1 + math.cos(math.pi * k / rounds)) / 2 for k in range(rounds + 1)]
@@ -104,7 +104,7 @@ def test_without_a_floor_the_scale_stays_positive():
     controller = hdet.Softmax(temperature=1e-3, step_size=5.0, momentum=0.0)
     state = controller.init(["lr"])
     for _ in range(300):
-        state = controller.update(state, report([0, 1, 1, 1], hdet.assignment.multipliers(4, 0.9)))
+        state = controller.update(state, report([0, 1, 1, 1], hdet._explore.slots.multipliers(4, 0.9)))
         assert state["lr"]["scale"] > 0
 
 
@@ -175,7 +175,7 @@ def table(controllers):
 
 def dealt(rng, size):
     """Multipliers of both hyperparameters: wide ladders, in any order."""
-    rungs = hdet.assignment.multipliers(size, 2.0, "log")
+    rungs = hdet._explore.slots.multipliers(size, 2.0, "log")
     return {name: rng.sample(rungs, size) for name in NAMES}
 
 
@@ -244,7 +244,7 @@ def test_a_constant_added_to_all_scores_does_not_matter(controller, size):
 @table(MOVING)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_scale_goes_where_the_scores_are_lower(controller, size):
-    rungs = hdet.assignment.multipliers(size, 2.0, "log")
+    rungs = hdet._explore.slots.multipliers(size, 2.0, "log")
     for sign in (1, -1):
         # 20 rounds with a little noise: enough for a controller that waits for evidence
         rng = random.Random(size)
@@ -327,7 +327,7 @@ def test_a_hyperparameter_that_was_not_explored_keeps_its_estimate(controller):
 
 
 def test_limits_and_floors_are_kept():
-    rungs = hdet.assignment.multipliers(4, 2.0, "log")
+    rungs = hdet._explore.slots.multipliers(4, 2.0, "log")
     for controller in (hdet.LineSearch(), hdet.Slope(step_size=1.0)):
         for sign, limits, floor, end in (
             (1, (0.5, 1.5), 0.0, 1.5),

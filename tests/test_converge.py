@@ -9,8 +9,8 @@ from cases import drawn
 from processes import run
 from torch import nn, optim
 
-from hdet import converge, optimizer_state
-from hdet.replicas import Replicas
+from hdet._replicas import Replicas
+from hdet._tensors import converge, optimizer_state
 
 
 def kinds(rank):

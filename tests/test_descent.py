@@ -15,11 +15,11 @@ from sklearn.datasets import load_digits
 from torch import nn, optim
 
 import hdet
-from hdet.descent import Descent, Trend, words
-from hdet.json_lines import from_json, to_line
-from hdet.progress import describe
-from hdet.report.run import Run
-from hdet.report.summary import summary
+from hdet._report.run import Run
+from hdet._report.summary import summary
+from hdet.records.json_lines import from_json, to_line
+from hdet.records.progress import describe
+from hdet.records.trend import Descent, Trend, words
 
 CONTROLLERS = {
     "auto": hdet.Auto(),

@@ -13,7 +13,7 @@ from processes import run
 from torch import nn
 
 import hdet
-from hdet.assignment import multipliers
+from hdet._explore.slots import multipliers
 from hdet.checkpoint.mean import mean
 
 

@@ -500,7 +500,7 @@ def test_one_file_of_a_rounds_end_loads_on_any_number_of_replicas(tmp_path):
         assert len({scale for scale, _ in results}) == 1
         assert results[0][0] != 1.0
         multipliers = sorted(m for _, m in results)
-        assert multipliers == pytest.approx(hdet.assignment.multipliers(size, 0.3))
+        assert multipliers == pytest.approx(hdet._explore.slots.multipliers(size, 0.3))
 
 
 def mid_round_state():
@@ -836,7 +836,7 @@ def told_under_a_bound():
 
 def test_controllers_are_told_what_was_trained_with():
     seen = hdet.in_process(told_under_a_bound, 4)[0]
-    dealt = hdet.assignment.multipliers(4, 0.3)
+    dealt = hdet._explore.slots.multipliers(4, 0.3)
     cut = [row for row in seen if row.base * max(dealt) > 0.1]
     assert cut
     assert len(cut) < len(seen)

@@ -12,7 +12,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
-from hdet.hooks import WeakHook
+from hdet._hooks import WeakHook
 
 
 def make(lr=0.1, spread=0.5, optimizer=optim.SGD, per_group=False, n=2):

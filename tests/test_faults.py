@@ -18,10 +18,10 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
-from hdet import converge
 from hdet._phases.recording import Recording
+from hdet._replicas import notes
+from hdet._tensors import converge
 from hdet.checkpoint import folder as saved
-from hdet.replicas import notes
 
 TIMEOUT = 2.0
 VICTIM = 1
@@ -392,6 +392,31 @@ def test_a_stopped_replica_is_named_when_the_timeout_is_over(tmp_path, where, vi
     for rank in others:
         assert (told[rank]["kind"], told[rank]["ranks"]) == ("LostReplicaError", [victim])
         assert told[rank]["seconds"] < 4.0
+
+
+def stops_unseen(folder, port, timeout, when):
+    """Rank 0, which serves the store, stops where nobody sees that: on another host, or when it has been asked."""
+    notes.state = lambda process: None
+    run = Run(folder, port, timeout, gradients="local")
+    run.steps(0, 5)
+    try:
+        if run.rank == 0:
+            if when == "save":
+                saved.write = lambda *args: fall(run, "stops")
+                run.save()
+            fall(run, "stops")
+        run.save() if when == "save" else run.step(5)
+    except Exception as error:
+        run.tell(error)
+
+
+@pytest.mark.parametrize("where", ["converge", "save"])
+def test_a_store_that_does_not_answer_is_waited_for_until_the_timeout(tmp_path, where):
+    told = told_by(stops_unseen, tmp_path, where, timeout=3.0)
+    for rank in (1, 2):
+        assert (told[rank]["kind"], told[rank]["ranks"]) == ("LostReplicaError", [0])
+        assert "the store does not answer" in told[rank]["said"]
+        assert 2.5 < told[rank]["seconds"] < 4.0
 
 
 def falls_while_others_wait(folder, port, timeout, blind):

@@ -24,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import hdet
-from hdet.range_test.decisions import Coarse, Fine, is_dead, smooth
-from hdet.range_test.doubts import doubts
-from hdet.restore import Weights
+from hdet._find_lr.decisions import Coarse, Fine, is_dead, smooth
+from hdet._find_lr.doubts import doubts
+from hdet._tensors.restore import Weights
 
 SAMPLES = 64
 
@@ -771,7 +771,7 @@ def test_a_second_ramp_that_begins_too_high_begins_again_lower(monkeypatch, too_
     monkeypatch.setattr(Coarse, "half_way", lambda *args: too_high * half_way(*args))
     found = find(model, optim.SGD(model.parameters(), lr=0.1))
     assert found.rate == pytest.approx(usual.rate, rel=0.5)
-    monkeypatch.setattr(sys.modules["hdet.range_test.find_lr"], "_LOWER", (1,))
+    monkeypatch.setattr(sys.modules["hdet._find_lr.find_lr"], "_LOWER", (1,))
     with pytest.raises(hdet.FindLRError, match="less than 1 %"):
         find(model, optim.SGD(model.parameters(), lr=0.1))
 

@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
-from hdet.guard.gradients import GradientGuard, finite, flags, not_finite
+from hdet._phases.guard.gradients import GradientGuard, finite, flags, not_finite
 
 
 def steps(name, bad, guarded):

@@ -23,10 +23,10 @@ from collections.abc import Callable
 import pytest
 from made_up_runs import make_records, write_run
 
-from hdet.json_lines import to_line
-from hdet.report.page import run_data
-from hdet.report.run import Run
-from hdet.report.watch import Watch
+from hdet._report.page import run_data
+from hdet._report.run import Run
+from hdet._report.watch import Watch
+from hdet.records.json_lines import to_line
 from hdet_lab import summary
 from hdet_lab.cli import main
 
@@ -398,7 +398,7 @@ def test_every_command_answers_in_words_with_what_is_good(name, trained, tmp_pat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(summary, "draw", lambda *given: "")  # takes long, and is the test below
     if name == "rounds: without end":
-        monkeypatch.setattr("hdet.reading.MOST_BYTES", 1 << 26)
+        monkeypatch.setattr("hdet.records.reading.MOST_BYTES", 1 << 26)
     write_run(tmp_path / "healthy", 12, 2)
     for command in (*PAGES, "resume"):
         folder = tmp_path / command
@@ -733,3 +733,21 @@ def test_processes_resume_as_threads_do(trained, tmp_path):
     assert all(re.search(kind.says, done.stderr) for kind in kinds)
     assert "Traceback" not in done.stderr
     assert json.loads((folder / "result.json").read_text())["steps"] == STEPS
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "shared.pt"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.write_bytes(pickle.dumps(Payload()))])
+def test_checkpoints_that_are_something_else_are_one_line(name, make, trained, tmp_path, capsys, monkeypatch):
+    """The newest one alone, and all of them."""
+    monkeypatch.chdir(tmp_path)
+    for number, all_of_them in enumerate([False, True]):
+        folder = tmp_path / str(number)
+        shutil.copytree(trained[1], folder)
+        found = sorted((folder / "checkpoints").iterdir(), reverse=True)
+        for checkpoint in found if all_of_them else found[:1]:
+            (checkpoint / name).unlink()
+            make(checkpoint / name)
+        code, said = let_loose("resume", folder, None, capsys)
+        assert code == all_of_them
+        assert "cannot be verified" in said.err or "can be verified" in said.err
+        assert not list(tmp_path.rglob(CANARY))

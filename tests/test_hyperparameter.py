@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hdet import attribute, scalar
-from hdet.assignment import multipliers
-from hdet.hyperparameters.hyperparameter import Hyperparameter, representative
+from hdet._explore.hyperparameter import Hyperparameter, representative
+from hdet._explore.slots import multipliers
 
 CASES = [
     ("log", (0.0, math.inf), 0.3),

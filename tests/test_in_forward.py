@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy, log_softmax
 
 import hdet
-from hdet.hyperparameters.in_forward import InForward
+from hdet._explore.in_forward import InForward
 
 
 class Attention(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 
 import hdet
-from hdet.fan_out import FanOut
+from hdet._explore.fan_out import FanOut
 
 
 def make(kind=optim.AdamW, groups=2, **options):

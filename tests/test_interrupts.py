@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from hdet.interrupts import deferred_interrupts
+from hdet._find_lr.interrupts import deferred_interrupts
 
 
 @pytest.fixture(autouse=True)

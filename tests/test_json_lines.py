@@ -18,8 +18,8 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
-from hdet.json_lines import to_line
-from hdet.trackers.tracker import Tracker
+from hdet.records.json_lines import to_line
+from hdet.records.trackers.tracker import Tracker
 
 
 def loads(text):

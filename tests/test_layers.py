@@ -1,4 +1,4 @@
-"""The direction of imports, read from the source: leaves, then converge and the like, engine, ensemble, one_cycle."""
+"""The direction of imports, read from the source: a package imports those above it in this table, and no others."""
 
 import ast
 import os
@@ -12,104 +12,50 @@ import pytest
 import hdet
 
 SOURCE = pathlib.Path(hdet.__file__).parent
-MAY_IMPORT = {
-    "arguments": set(),
-    "user_warning": set(),
-    "interrupts": set(),
-    "hadamard": set(),
-    "assignment": {"arguments", "hadamard"},
-    "score": set(),
-    "hooks": set(),
-    "record": set(),
-    "sink": {"record", "replicas"},
-    "reading": set(),
-    "schema": set(),
-    "terminal": set(),
-    "json_lines": {"reading", "record", "schema", "sink"},
-    "schedule": {"schema"},
-    "replay": {"arguments", "hooks", "reading", "record", "schedule"},
-    "progress": {"record", "sink", "terminal"},
-    "trackers": {"record", "sink"},
-    "report": {
-        "controllers", "descent", "json_lines", "liveness", "range_test", "reading", "record", "replay", "schedule",
-        "schema", "terminal",
+LAYERS = {
+    "_arguments": set(),
+    "_hooks": set(),
+    "_user_warning": set(),
+    "_explore": {"_arguments", "_hooks", "_user_warning"},
+    "controllers": {"_arguments", "_explore"},
+    "_replicas": {"_explore", "_hooks"},
+    "_tensors": {"_explore", "_replicas", "_user_warning"},
+    "in_process": {"_hooks", "_replicas", "_tensors"},
+    "_probe": {"_arguments", "_hooks", "_replicas", "_tensors", "_user_warning"},
+    "_find_lr": {"_arguments", "_hooks", "_probe", "_replicas", "_tensors", "_user_warning"},
+    "records": {"_arguments", "_hooks", "_replicas", "_user_warning"},
+    "_run": {
+        "_arguments", "_explore", "_find_lr", "_hooks", "_phases", "_probe", "_replicas", "_tensors", "_user_warning",
+        "controllers",
     },
-    "board": set(),
-    "liveness": set(),
-    "replicas": {"board", "liveness"},
-    "shards": {"replicas"},
-    "agreement": {"board", "hooks", "hyperparameters", "replicas"},
-    "restore": {"shards"},
-    "deepspeed": set(),
-    "local_gradients": {"shards"},
-    "outer_step": {"arguments"},
-    "tail": {"arguments"},
-    "descent": set(),
-    "controllers": {"arguments", "assignment"},
-    "hyperparameters": {"assignment", "hooks"},
-    "fan_out": {"hooks", "hyperparameters"},
-    "values": {"fan_out", "hyperparameters"},
-    "rounds": {"assignment", "hyperparameters", "replicas"},
-    "converge": {"replicas", "shards"},
-    "optimizer_state": {"shards"},
-    "tensors": {"converge", "hyperparameters", "optimizer_state", "shards"},
-    "in_process": {"converge", "hooks", "replicas"},
-    "warm_init": {"agreement", "replicas", "shards"},
-    "probe": {"arguments", "hooks", "replicas", "restore", "shards"},
-    "range_test": {
-        "agreement", "arguments", "deepspeed", "hooks", "interrupts", "probe", "replicas", "restore", "shards",
-    },
-    "judge": {"probe", "replicas", "score"},
-    "rollback": {"arguments", "converge", "replicas", "score"},
-    "checks": {
-        "arguments", "assignment", "controllers", "hyperparameters", "local_gradients", "probe", "replicas", "rollback",
-        "shards",
-    },
-    "no_effect": {"controllers", "hyperparameters", "outer_step"},
-    "settings": {
-        "agreement", "arguments", "assignment", "checks", "controllers", "deepspeed", "hooks", "hyperparameters",
-        "judge", "local_gradients", "no_effect", "outer_step", "probe", "replicas", "rollback", "shards", "tail",
-    },
-    "guard": {"board", "converge", "hooks", "replicas"},
     "_phases": {
-        "_engine", "agreement", "board", "controllers", "converge", "descent", "guard", "hyperparameters", "judge",
-        "local_gradients", "outer_step", "range_test", "record", "replicas", "rollback", "rounds", "score", "tail",
-        "user_warning",
+        "_arguments", "_explore", "_find_lr", "_hooks", "_probe", "_replicas", "_run", "_tensors",
+        "_user_warning", "controllers", "records",
     },
-    "_engine": {
-        "_phases", "agreement", "controllers", "converge", "hooks", "no_effect", "range_test", "record", "replicas",
-        "rounds", "score", "settings", "tensors", "user_warning", "values", "warm_init",
-    },
-    "in_words": {"_engine", "hyperparameters", "rounds"},
+    "_engine": {"_hooks", "_phases", "_probe", "_replicas", "_run", "_tensors", "_user_warning", "records"},
     "ensemble": {
-        "_engine", "_phases", "agreement", "assignment", "checks", "controllers", "converge", "hooks",
-        "hyperparameters", "in_words", "judge", "local_gradients", "outer_step", "probe", "range_test", "record",
-        "replicas", "rollback", "rounds", "score", "settings", "tail",
+        "_engine", "_explore", "_find_lr", "_hooks", "_phases", "_probe", "_replicas", "_run", "_tensors",
+        "_user_warning", "controllers", "records",
     },
-    "checkpoint": {"agreement", "arguments", "converge", "ensemble", "hooks", "replicas", "restore"},
-    "integrations": {"checkpoint", "ensemble", "hooks", "hyperparameters", "record", "replicas"},
+    "checkpoint": {"_arguments", "_hooks", "_replicas", "_tensors", "_user_warning", "ensemble", "records"},
     "one_cycle": {
-        "agreement", "arguments", "assignment", "controllers", "deepspeed", "ensemble", "hooks", "hyperparameters",
-        "no_effect", "outer_step", "range_test", "record", "rollback", "score",
+        "_arguments", "_explore", "_find_lr", "_hooks", "_phases", "_probe", "_replicas", "_run", "_tensors",
+        "_user_warning", "controllers", "ensemble", "records",
     },
+    "integrations": {"_explore", "_hooks", "_replicas", "_user_warning", "checkpoint", "ensemble", "records"},
+    "_report": {"_find_lr", "_replicas", "controllers", "records"},
 }  # fmt: skip
 
 
 LAB = SOURCE.parent / "hdet_lab"
-LAB_MAY_IMPORT = {
-    "json_lines": "records: run folders hold the same strict JSON as records, checked by the same line",
-    "reading": "records: the one reader of files that anyone may have damaged",
-    "schema": "records: what the JSON of a run folder must be",
-    "terminal": "records: text from files on a terminal, and the bar",
-    "report": "`hdet report`, `watch` and `export` belong to one command line, and `hdet train` draws the same fan",
-    "interrupts": "fork the server of the replicas before Ctrl-C is heard; nothing that users of hdet need",
+PUBLIC = {"checkpoint", "controllers", "integrations", "records", *hdet.__all__}
+PRIVATE_FOR_THE_LAB = {
+    "hdet._report.commands": "`hdet report`, `watch` and `export` are commands of the lab's command line",
+    "hdet._report.run": "a run on disk, of which `hdet train` draws a picture",
+    "hdet._report.pictures": "that picture is one of those of `hdet report --pictures`",
+    "hdet._report.search": "`hdet find-lr` and the page of its search name the same next commands",
+    "hdet._find_lr.interrupts": "Ctrl-C waits while the server of the replicas is forked; no user of hdet needs it",
 }
-
-
-def imported_modules(path):
-    """The modules of hdet, other than its root, that a file imports from."""
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-    return {node.module.split(".")[1] for node in nodes if (node.module or "").startswith("hdet.")}
 
 
 def imported(path):
@@ -125,20 +71,34 @@ def imported(path):
 
 
 def test_imports_go_one_way():
+    above = list(LAYERS)
+    upwards = {(name, other) for name, allowed in LAYERS.items() for other in allowed if other in above}
+    assert {pair for pair in upwards if above.index(pair[1]) > above.index(pair[0])} == {("_run", "_phases")}
     for path in SOURCE.rglob("*.py"):
-        module = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-        if module == "__init__":
-            continue
-        extra = set(imported(path)) - {module} - MAY_IMPORT[module] - {"user_warning"}
-        assert not extra, f"{module} must not import {extra}"
+        package = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if package != "__init__":
+            extra = set(imported(path)) - LAYERS[package] - {package}
+            assert not extra, f"{path.relative_to(SOURCE)} must not import {extra}"
 
 
-def test_the_lab_imports_the_public_names_and_what_has_a_reason_here():
+def test_what_users_do_not_import_is_private_and_the_top_level_is_short():
+    files = [path.name for path in SOURCE.iterdir() if path.is_file()]
+    assert len(files) < 9, files  # with py.typed
+    public = {path.name.removesuffix(".py") for path in SOURCE.iterdir() if not path.name.startswith(("_", "py.typed"))}
+    assert public == {
+        "checkpoint", "controllers", "ensemble", "in_process", "integrations", "one_cycle", "records"
+    }  # fmt: skip
+
+
+def test_the_lab_imports_what_is_public_and_what_has_a_reason_above():
+    used = set()
     for path in LAB.rglob("*.py"):
-        extra = set(imported(path)) - set(hdet.__all__) - set(LAB_MAY_IMPORT)
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        private = {node.module for node in nodes if (node.module or "").startswith("hdet._")}
+        extra = (private - set(PRIVATE_FOR_THE_LAB)) | {name for name in imported(path) if name[0] != "_"} - PUBLIC
         assert not extra, f"{path.relative_to(LAB)} must not import {extra}"
-    used = set().union(*map(imported_modules, LAB.rglob("*.py")))
-    assert used == set(LAB_MAY_IMPORT), "take what the lab no longer imports off the list"
+        used |= private
+    assert used == set(PRIVATE_FOR_THE_LAB), "take what the lab no longer imports off the list"
 
 
 def test_hdet_knows_nothing_of_the_lab():
@@ -183,7 +143,7 @@ def test_everything_public_is_in_the_index():
 
 def test_only_replicas_issues_collectives():
     for path in SOURCE.rglob("*.py"):
-        if path.parent.name != "replicas":
+        if path.parent.name != "_replicas":
             text = path.read_text()
             assert "dist.all_" not in text, path.name
             assert "dist.broadcast" not in text, path.name

@@ -11,9 +11,9 @@ import types
 import pytest
 from made_up_runs import write_run
 
-from hdet import liveness
-from hdet.liveness import identity, process_state, state
-from hdet.report.run import Run
+from hdet._replicas import liveness
+from hdet._replicas.liveness import identity, process_state, state
+from hdet._report.run import Run
 
 
 @pytest.fixture

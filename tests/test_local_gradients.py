@@ -13,7 +13,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
-from hdet.local_gradients import LocalGradients
+from hdet._tensors.local_gradients import LocalGradients
 
 
 def make(wrapped, interval=4, spread=0.0, hyperparameters=None, **options):

@@ -11,8 +11,8 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
+from hdet._phases.outer_step_of import OuterStep
 from hdet._phases.recording import Recording
-from hdet.outer_step import OuterStep
 
 TOTAL, INTERVAL = 23, 4
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hdet
 from hdet._phases.outer_step import TakeOuterStep
 from hdet._phases.phase import Phase
-from hdet._phases.rollback import GoBack
+from hdet._phases.rollback.phase import GoBack
 from hdet._phases.tail_average import TailAverage
 
 STEPS, INTERVAL = 24, 4

@@ -14,11 +14,11 @@ from processes import run
 from torch import nn, optim
 
 import hdet
-from hdet._phases.guard import Guard
+from hdet._phases.guard.census import Census, Condition, Statistics, take_census
+from hdet._phases.guard.phase import Guard
+from hdet._phases.rollback.alarm import Keeper
 from hdet.controllers.report import Observation, Report
 from hdet.controllers.steering import Steering
-from hdet.guard.quarantine import Census, Condition, Statistics, take_census
-from hdet.rollback.rollback import Keeper
 
 REPLICAS, STEPS, INTERVAL = 8, 120, 10
 KINDS = {"loss": 1.02, "weights": 1.03, "moments": 1.03}

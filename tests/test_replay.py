@@ -382,3 +382,13 @@ def test_a_state_that_does_not_fit_is_refused(changes, says):
     scheduler.load_state_dict({**hdet.ReplayLR(make()[1], PLAIN).state_dict(), "_curves": None, "total_steps": 3})
     assert scheduler.total_steps == 10
     assert len(scheduler.values) == 2
+
+
+def test_a_schedule_does_not_write_into_the_parameters():
+    model = nn.Linear(2, 1)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    row = {"places": ["0/0/params/0"], "steps": [0, 9], "centers": [[0.1], [0.1]]}
+    about = {"kind": "hdet-schedule", "version": 1, "total_steps": 10}
+    with pytest.raises(ValueError, match="'params' in its groups that takes a number"):
+        hdet.ReplayLR(optimizer, {**about, "hyperparameters": {"learning_rate": row}})
+    assert optimizer.param_groups[0]["params"][0] is model.weight

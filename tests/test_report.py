@@ -20,11 +20,11 @@ from browser import Page, open_browser
 from made_up_runs import make_records, write_run
 
 import hdet
-from hdet.json_lines import strict, to_line
-from hdet.report import pictures
-from hdet.report.page import page, run_data
-from hdet.report.run import Run
-from hdet.report.watch import Watch
+from hdet._report import pictures
+from hdet._report.page import page, run_data
+from hdet._report.run import Run
+from hdet._report.watch import Watch
+from hdet.records.json_lines import strict, to_line
 from hdet_lab.cli import main
 
 UPLOT = {  # version 1.6.32, from npm
@@ -547,7 +547,7 @@ def test_mistakes_are_one_line(run_folder, words, says, capsys):
 
 
 def test_the_plotting_library_is_the_published_one():
-    assets = resources.files("hdet.report") / "assets"
+    assets = resources.files("hdet._report") / "assets"
     for name, digest in UPLOT.items():
         assert hashlib.sha256((assets / name).read_bytes()).hexdigest() == digest, name
     assert "MIT" in (assets / "uPlot.LICENSE").read_text()

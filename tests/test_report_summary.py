@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from hdet.report.columns import columns
-from hdet.report.page import run_data
-from hdet.report.run import Run, Status
-from hdet.report.summary import summary
+from hdet._report.columns import columns
+from hdet._report.page import run_data
+from hdet._report.run import Run, Status
+from hdet._report.summary import summary
 
 
 def line(step, base, scale, probe, before=None, **changes):

@@ -13,7 +13,7 @@ from torch import nn, optim
 import hdet
 from hdet._engine.state import averaged_state
 from hdet._phases.outer_step import TakeOuterStep
-from hdet.rollback.rollback import Alarm, Rollback
+from hdet._phases.rollback.alarm import Alarm, Rollback
 
 
 def verdicts(losses, steps, alarm=None):
@@ -539,3 +539,26 @@ def test_an_odd_loss_takes_nothing_back(name, odd, everywhere):
     if name != "fixed":
         _, usual = hdet.in_process(lambda: with_odd_losses(CONTROLLERS[name], {}, True), 4)[0]
         assert scale == pytest.approx(usual, rel=0.25)
+
+
+@pytest.mark.parametrize("odd", [-1e30, -1e6, -3.4e38])
+@pytest.mark.parametrize("at", [4, 30])
+def test_one_odd_loss_that_is_far_too_low_is_no_best_to_go_back_to(odd, at):
+    """Every loss after it would seem to have given back nearly all that was gained, until the run is given up."""
+    alarm, state, verdicts = Alarm(), Alarm().init(), []
+    for number in range(120):
+        loss = 1 + 4 * math.exp(-number / 6) + 0.02 * math.sin(7 * number)
+        state, verdict = alarm.update(state, odd if number == at else loss, 10)
+        verdicts.append(verdict)
+    assert "alarm" not in verdicts
+    for number in range(20):  # and a run that is lost is noticed
+        state, verdict = alarm.update(state, 1 + 0.5 * number, 10)
+        verdicts.append(verdict)
+    assert "alarm" in verdicts
+
+
+def test_a_loss_that_falls_far_below_0_is_believed_in_its_second_round():
+    alarm, state = Alarm(), Alarm().init()
+    for number in range(60):
+        state, _ = alarm.update(state, 5.0 if number < 30 else -500.0, 10)
+    assert state["best"] < -400

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from hdet import score as score_module
-from hdet.score import OwnLoss, Score, as_loss
+from hdet._probe import score as score_module
+from hdet._probe.score import OwnLoss, Score, as_loss
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hdet
-from hdet import tail
+from hdet._phases import tail_of as tail
 
 STEPS, INTERVAL, SPREAD = 7, 4, 0.4  # a round, its converge, and three more steps
 

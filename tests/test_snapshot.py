@@ -10,9 +10,9 @@ from cases import drawn
 from processes import run
 from torch import nn, optim
 
+from hdet._replicas import Replicas, find_replicas
+from hdet._tensors.snapshot import Snapshot
 from hdet.in_process import in_process
-from hdet.replicas import Replicas, find_replicas
-from hdet.rollback.snapshot import Snapshot
 
 
 def kinds(seed, large=(70, 50)):

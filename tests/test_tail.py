@@ -12,7 +12,7 @@ from processes import run
 from torch import nn, optim
 
 import hdet
-from hdet import tail
+from hdet._phases import tail_of as tail
 from hdet._phases.tail_average import TailAverage
 
 STEPS, INTERVAL = 60, 3

@@ -34,10 +34,10 @@ def test_tensorboard(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 
     events = [hdet.RoundRecord(4, 20, True, (1.0,), {}, events=("rolled back",))]
-    log(sink := hdet.trackers.TensorBoard(tmp_path / "own"))
+    log(sink := hdet.records.trackers.TensorBoard(tmp_path / "own"))
     sink(events[0])
     writer = SummaryWriter(tmp_path / "given")
-    log(hdet.trackers.TensorBoard(writer))
+    log(hdet.records.trackers.TensorBoard(writer))
     writer.close()
     for folder in ("own", "given"):
         read = EventAccumulator(str(tmp_path / folder))
@@ -74,7 +74,7 @@ def test_wandb(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     run = wandb.init(mode="offline", dir=tmp_path, project="hdet")
-    log(hdet.trackers.WandB(run))
+    log(hdet.records.trackers.WandB(run))
     run.finish()
     from wandb.proto import wandb_internal_pb2
 
@@ -97,7 +97,7 @@ def test_mlflow(tmp_path):
 
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     with mlflow.start_run() as run:
-        log(hdet.trackers.MLflow())
+        log(hdet.records.trackers.MLflow())
     client = mlflow.MlflowClient()
     check(lambda name: {m.step: m.value for m in client.get_metric_history(run.info.run_id, name)})
     assert client.get_metric_history(run.info.run_id, STRANGE.replace("<", "_").replace(">", "_"))
@@ -110,7 +110,7 @@ def test_trackio(tmp_path, monkeypatch):
     from trackio.sqlite_storage import SQLiteStorage
 
     trackio.init(project="hdet-test", name="run")
-    log(hdet.trackers.Trackio())
+    log(hdet.records.trackers.Trackio())
     trackio.finish()
     rows = SQLiteStorage.get_logs("hdet-test", "run")
     check(lambda name: {row["step"]: row[name] for row in rows if name in row})
@@ -121,13 +121,13 @@ def test_trackio(tmp_path, monkeypatch):
 def test_what_is_not_installed_says_how_to_install_it(kind, module, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ModuleNotFoundError, match=rf"is not installed: pip install 'hdet\[{kind.lower()}\]'"):
-        getattr(hdet.trackers, kind)(*([tmp_path] if kind == "TensorBoard" else []))
+        getattr(hdet.records.trackers, kind)(*([tmp_path] if kind == "TensorBoard" else []))
 
 
 def test_only_the_first_replica_tells():
     told = []
 
-    class Own(hdet.trackers.tracker.Tracker):
+    class Own(hdet.records.trackers.tracker.Tracker):
         def log(self, numbers, record):
             told.append((hdet.find_replicas().rank, numbers["hdet/round"], record.step))
 

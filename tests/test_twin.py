@@ -134,13 +134,13 @@ def one_round_on_a_line(name):
 
 
 def ensemble_multiplier(ensemble):
-    from hdet.assignment import deal
+    from hdet._explore.slots import deal
 
     return deal(SIZE, ensemble.seed, 0, "learning_rate", SPREAD, "linear")[dist.get_rank()]
 
 
 def test_slots_of_different_groups_are_uncorrelated():
-    from hdet.assignment import slots
+    from hdet._explore.slots import slots
 
     rounds = 2000
     dealt = torch.tensor(

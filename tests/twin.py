@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from hdet.assignment import slots
+from hdet._explore.slots import slots
 
 
 def cosine(start, end, part):

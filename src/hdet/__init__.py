@@ -6,32 +6,32 @@ Read `hdet.ensemble` first: its `step()` is the protocol.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hdet._explore.dropout import dropout
+from hdet._explore.hyperparameter import Hyperparameter
+from hdet._explore.in_forward import Scalar, attribute, scalar
+from hdet._explore.in_groups import learning_rate, momentum, weight_decay
+from hdet._find_lr.find_lr import find_lr
+from hdet._find_lr.found_rate import FoundRate
+from hdet._find_lr.no_rate import FindLRError
+from hdet._phases.outer_step_of import Nesterov
+from hdet._phases.rollback.alarm import Rollback
+from hdet._probe.probe import Probe
+from hdet._replicas import LostReplicaError, find_replicas
+from hdet._tensors.warm_init import warm_init
 from hdet.controllers import Auto, Controller, Fixed, Limits, LineSearch, Observation, Plan, Report, Slope, Softmax
 from hdet.ensemble import Ensemble
-from hdet.hyperparameters.dropout import dropout
-from hdet.hyperparameters.hyperparameter import Hyperparameter
-from hdet.hyperparameters.in_forward import Scalar, attribute, scalar
-from hdet.hyperparameters.in_groups import learning_rate, momentum, weight_decay
 from hdet.in_process import ReplicaError, data_parallel, in_process
-from hdet.json_lines import JSONLines, read_records
 from hdet.one_cycle import OneCycleAutoLR
-from hdet.outer_step import Nesterov
-from hdet.probe.probe import Probe
-from hdet.progress import Progress, describe
-from hdet.range_test.find_lr import find_lr
-from hdet.range_test.found_rate import FoundRate
-from hdet.range_test.no_rate import FindLRError
-from hdet.record import HyperparameterRecord, RoundRecord, SearchRecord, metrics
-from hdet.replicas import LostReplicaError, find_replicas
-from hdet.rollback.rollback import Rollback
-from hdet.warm_init import warm_init
+from hdet.records.json_lines import JSONLines, read_records
+from hdet.records.progress import Progress, describe
+from hdet.records.record import HyperparameterRecord, RoundRecord, SearchRecord, metrics
 
 if TYPE_CHECKING:
-    from hdet import trackers
     from hdet.checkpoint.load import Checkpoint, load
     from hdet.checkpoint.save import save
     from hdet.checkpoint.sharded import replica_key
-    from hdet.replay import ReplayLR, make_schedule
+    from hdet.records import trackers
+    from hdet.records.replay import ReplayLR, make_schedule
 
 __version__ = "0.1.0"
 
@@ -88,12 +88,12 @@ __all__ = [
 # What not every run needs is imported when it is asked for.
 _LATER = {
     "Checkpoint": "hdet.checkpoint.load",
-    "ReplayLR": "hdet.replay",
+    "ReplayLR": "hdet.records.replay",
     "load": "hdet.checkpoint.load",
-    "make_schedule": "hdet.replay",
+    "make_schedule": "hdet.records.replay",
     "replica_key": "hdet.checkpoint.sharded",
     "save": "hdet.checkpoint.save",
-    "trackers": "hdet.trackers",
+    "trackers": "hdet.records.trackers",
 }
 
 

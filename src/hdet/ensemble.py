@@ -20,34 +20,35 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from hdet import checks, converge
 from hdet._engine import state
 from hdet._engine.along import follow, go_along
 from hdet._engine.assembly import assemble
 from hdet._engine.gather import compare, ending
+from hdet._explore.hyperparameter import Hyperparameter
+from hdet._explore.slots import Design
+from hdet._find_lr.find_lr import find_lr
+from hdet._find_lr.found_rate import FoundRate
+from hdet._hooks import Hooks, WeakHook, innermost
 from hdet._phases.local_gradients import GradientSharing
+from hdet._phases.outer_step_of import Nesterov, OuterStep
+from hdet._phases.rollback.alarm import Rollback
 from hdet._phases.scores import Scores
+from hdet._phases.tail_of import probes_at_end
 from hdet._phases.uneven_data import UnevenData, joined
-from hdet.agreement.agreement import agreed, claim
-from hdet.assignment import Design
+from hdet._probe.judge import AnyProbe
+from hdet._probe.probe import Probe
+from hdet._probe.score import Loss
+from hdet._replicas import Replicas
+from hdet._replicas.agreement import agreed, claim
+from hdet._run import checks
+from hdet._run.one_line import one_line
+from hdet._run.rounds import Stage
+from hdet._run.settings import read_settings
+from hdet._tensors import converge
+from hdet._tensors.local_gradients import Gradients
+from hdet._user_warning import warn
 from hdet.controllers import Controller, Limits
-from hdet.hooks import Hooks, WeakHook, innermost
-from hdet.hyperparameters.hyperparameter import Hyperparameter
-from hdet.in_words import one_line
-from hdet.judge import AnyProbe
-from hdet.local_gradients import Gradients
-from hdet.outer_step import Nesterov, OuterStep
-from hdet.probe.probe import Probe
-from hdet.range_test.find_lr import find_lr
-from hdet.range_test.found_rate import FoundRate
-from hdet.record import OnRound
-from hdet.replicas import Replicas
-from hdet.rollback.rollback import Rollback
-from hdet.rounds import Stage
-from hdet.score import Loss
-from hdet.settings import read_settings
-from hdet.tail import probes_at_end
-from hdet.user_warning import warn
+from hdet.records.record import OnRound
 
 
 class Ensemble:
@@ -70,9 +71,9 @@ class Ensemble:
         gradients: "shared", as DDP does at every step, or "local": replicas train on their own between converges and
             send nothing. Needed by what acts before gradients are shared (dropout, label smoothing).
         outer_step: how much of a round's way is taken when it ends, in (0, 1], or an `hdet.Nesterov`; see
-            `hdet.outer_step`. The last round's is taken whole. By default what the controller wants, which mostly is 1.
+            the guide. The last round's is taken whole. By default what the controller wants, which mostly is 1.
         tail_average: the part of the run at its end, in [0, 1], whose round ends are averaged: when the run ends, the
-            probe tells whether half of the way to that mean is better than the last weights; see `hdet.tail`. 0 for
+            probe tells whether half of the way to that mean is better than the last weights. 0 for
             none. By default what the controller wants, where that is possible: `Auto` a half in runs of 2,000 steps
             and more. Costs a copy of what is trained and of `also`, in single precision at least. The probe is asked
             for 16 indices that no round has had.

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from hdet.converge import average
-from hdet.hooks import WeakHook
-from hdet.replicas import Replicas, find_replicas, seated, weigh
+from hdet._hooks import WeakHook
+from hdet._replicas import Replicas, find_replicas, seated, weigh
+from hdet._tensors.converge import average
 
 T = TypeVar("T")
 _NEED_A_GROUP = ("torch.distributed", "torch.nn.parallel")  # modules that raise without a process group

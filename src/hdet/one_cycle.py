@@ -17,21 +17,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet.agreement.agreement import agreed, claim
-from hdet.arguments import Rule, check_count, check_number
-from hdet.assignment import check_spread
+from hdet._arguments import Rule, check_count, check_number
+from hdet._explore.in_groups import InGroups
+from hdet._explore.slots import check_spread
+from hdet._find_lr.found_rate import FoundRate
+from hdet._hooks import unwrap
+from hdet._phases.outer_step_of import Nesterov
+from hdet._phases.rollback.alarm import Rollback
+from hdet._probe.score import Loss
+from hdet._replicas.agreement import agreed, claim
+from hdet._run.no_effect import last_acting_step
+from hdet._tensors.deepspeed import check_deepspeed
+from hdet._user_warning import warn
 from hdet.controllers import RULES, Fixed, Limits, Softmax
-from hdet.deepspeed import check_deepspeed
 from hdet.ensemble import Ensemble
-from hdet.hooks import unwrap
-from hdet.hyperparameters.in_groups import InGroups
-from hdet.no_effect import last_acting_step
-from hdet.outer_step import Nesterov
-from hdet.range_test.found_rate import FoundRate
-from hdet.record import OnRound
-from hdet.rollback.rollback import Rollback
-from hdet.score import Loss
-from hdet.user_warning import warn
+from hdet.records.record import OnRound
 
 Decay = Literal["one_cycle", "geometric"]
 
@@ -57,7 +57,7 @@ class OneCycleAutoLR(OneCycleLR):
             schedule itself, or "geometric", a constant factor per round down to OneCycleLR's last rate.
         auto_lr_max_scale: the losses move a rate to at most this many times the schedule.
         outer_step: how much of a round's way is taken when it ends, which needs a short interval; or an
-            `hdet.Nesterov`. See `hdet.outer_step`.
+            `hdet.Nesterov`. See `hdet._phases.outer_step_of`.
         rollback: what to do when the run diverges: an `hdet.Rollback`. Needs the losses.
         guard, limits, atomic, model, also, process_group, mesh, seed, act, on_round: as in `hdet.Ensemble`.
 

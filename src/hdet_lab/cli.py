@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Collection, Sequence
 
-from hdet.report.commands import ReportError
-from hdet.report.commands import add_commands as add_report_watch_and_export
-from hdet.terminal import say
+from hdet._report.commands import ReportError
+from hdet._report.commands import add_commands as add_report_watch_and_export
+from hdet.records.terminal import say
 from hdet_lab.commands import cost, experiments, training
 from hdet_lab.commands.arguments import RUN_OPTIONS, Parser
 from hdet_lab.errors import InterruptedRunError, LabError, OptionError, warnings_in_words

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import hdet
-from hdet.reading import UnreadableError, why
-from hdet.terminal import say
+from hdet.records.reading import UnreadableError, why
+from hdet.records.terminal import say
 
 _PACKAGES = {Path(hdet.__file__).parent, Path(__file__).parent}
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hdet import FindLRError, FoundRate, data_parallel, find_lr, find_replicas
-from hdet.json_lines import strict
-from hdet.report.search import commands_after
+from hdet._report.search import commands_after
+from hdet.records.json_lines import strict
 from hdet_lab.ensemble_from_options import device, make_probe
 from hdet_lab.errors import NoRateError, writing
 from hdet_lab.folder import RunFolder

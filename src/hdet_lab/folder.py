@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from hdet import JSONLines, RoundRecord
-from hdet.json_lines import check_line, strict
-from hdet.reading import Lines, UnreadableError, open_file, read_json, why
-from hdet.schema import Check, Field, count, mapping, number, number_or_hole, of, record, text, whole
+from hdet.records.json_lines import check_line, strict
+from hdet.records.reading import Lines, UnreadableError, open_file, read_json, why
+from hdet.records.schema import Check, Field, count, mapping, number, number_or_hole, of, record, text, whole
 from hdet_lab.errors import FolderError, OptionError, writing
 from hdet_lab.lock import LOCK, locked
 from hdet_lab.options import RunOptions

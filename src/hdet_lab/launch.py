@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hdet import ReplicaError, in_process
-from hdet.interrupts import deferred_interrupts
+from hdet._find_lr.interrupts import deferred_interrupts
 from hdet_lab.errors import ONE_LINE, InterruptedRunError, LabError, ReplicaFailedError
 from hdet_lab.worker import Job, perform, work
 
@@ -41,7 +41,11 @@ def prepare(processes: bool = True) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
     if processes and _METHOD == "forkserver":
         multiprocessing.set_forkserver_preload(_PRELOADED)
-        multiprocessing.resource_tracker.ensure_running()  # which unblocks what _deaf() blocks
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # it ignores Ctrl-C and SIGTERM only
+        try:
+            multiprocessing.resource_tracker.ensure_running()  # which unblocks what _deaf() blocks
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         with _deaf():
             multiprocessing.forkserver.ensure_running()
 

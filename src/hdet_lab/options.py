@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hdet.schema import Field, MismatchError, fields, record, text
+from hdet.records.schema import Field, MismatchError, fields, record, text
 from hdet_lab.errors import LabError, OptionError
 from hdet_lab.option import REQUIRED, Rule, at_least_0, one_of, option, options_of, positive, whole
 from hdet_lab.option import spread as is_spread

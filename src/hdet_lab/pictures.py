@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hdet.report.pictures import draw_fan, pyplot
-from hdet.report.run import Run
+from hdet._report.pictures import draw_fan, pyplot
+from hdet._report.run import Run
 from hdet_lab.errors import LabError, writing
 from hdet_lab.folder import full_result, read, read_lines, reported, why_early
 

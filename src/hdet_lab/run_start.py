@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hdet import Auto, Nesterov, find_replicas
-from hdet.reading import UnreadableError
-from hdet.schema import fields, record
+from hdet.records.reading import UnreadableError
+from hdet.records.schema import fields, record
 from hdet_lab.ensemble_from_options import charged_steps, device, make_outer_step
 from hdet_lab.finder import find, result_of, write
 from hdet_lab.folder import RunFolder, read_if_good

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from hdet.terminal import tqdm_class
+from hdet.records.terminal import tqdm_class
 
 _SECONDS_BETWEEN_LINES = 10.0
 

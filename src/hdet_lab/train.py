@@ -13,9 +13,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hdet import RoundRecord, data_parallel, find_replicas, load, save, warm_init
-from hdet.json_lines import strict
+from hdet import LostReplicaError, RoundRecord, data_parallel, find_replicas, load, save, warm_init
+from hdet.records.json_lines import strict
 from hdet_lab.ensemble_from_options import device, make_ensemble, make_smoothing
+from hdet_lab.errors import FolderError
 from hdet_lab.folder import RunFolder, load_weights
 from hdet_lab.options import RunOptions
 from hdet_lab.recipe import ONE_CYCLE, Recipe
@@ -127,7 +128,12 @@ def _held_out(
 
 def _resume(checkpoints: Path, run: dict[str, Any], meter: Meter, files: RunFolder | None) -> int:
     """Go on from the last checkpoint, if there is one; the step to begin with."""
-    resumed = load(checkpoints, run, own={"losses": []})
+    try:
+        resumed = load(checkpoints, run, own={"losses": []})
+    except LostReplicaError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        raise FolderError(str(error)) from error
     step = 0
     if resumed is not None:
         step = resumed.step

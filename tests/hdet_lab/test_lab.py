@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import hdet
-from hdet.checks import check_interval
+from hdet._run.checks import check_interval
 from hdet_lab import cli, ensemble_from_options, finder, pictures, run_log, run_start, summary
 from hdet_lab import demo as demos
 from hdet_lab import sweep as sweeps

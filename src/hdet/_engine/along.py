@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hdet._engine.engine import Engine
-from hdet._engine.run import Data
+from hdet._run.run import Data
 
 
 def follow(engine: Engine) -> None:

@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from hdet._engine.engine import Engine
-from hdet._engine.run import Run
 from hdet._phases.agreement import Agreement
 from hdet._phases.averaging import Averaging
 from hdet._phases.control import Control
 from hdet._phases.descent import WatchDescent
-from hdet._phases.guard import Guard
+from hdet._phases.guard.phase import Guard
 from hdet._phases.local_gradients import GradientSharing
 from hdet._phases.outer_step import TakeOuterStep
 from hdet._phases.phase import Phase
 from hdet._phases.recording import Recording
-from hdet._phases.rollback import GoBack
+from hdet._phases.rollback.phase import GoBack
 from hdet._phases.scores import Scores
 from hdet._phases.tail_average import TailAverage
 from hdet._phases.uneven_data import UnevenData
-from hdet.record import OnRound
-from hdet.settings import Settings
+from hdet._run.run import Run
+from hdet._run.settings import Settings
+from hdet.records.record import OnRound
 
 
 def assemble(

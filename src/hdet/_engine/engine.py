@@ -7,14 +7,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from hdet import no_effect
 from hdet._engine.forgotten import ForgottenCalls
 from hdet._engine.gather import compare, ending
-from hdet._engine.run import Run
+from hdet._hooks import WeakHook
 from hdet._phases.phase import Call, Phase, Round
-from hdet.hooks import WeakHook
-from hdet.rounds import Stage
-from hdet.score import Loss
+from hdet._probe.score import Loss
+from hdet._run import no_effect
+from hdet._run.rounds import Stage
+from hdet._run.run import Run
 
 P = TypeVar("P", bound=Phase)
 

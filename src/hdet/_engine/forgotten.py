@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hdet._engine.run import Run
-from hdet.user_warning import warn
+from hdet._run.run import Run
+from hdet._user_warning import warn
 
 _MOST_UNSEEN = 100  # calls of `Ensemble.step()`
 _FORGOTTEN = 1000  # optimizer steps, before the first call of `Ensemble.step()`

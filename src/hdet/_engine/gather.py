@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from hdet import converge
-from hdet._engine.run import Run
 from hdet._phases.phase import Call, Phase, Round
-from hdet.replicas import LostReplicaError
+from hdet._replicas import LostReplicaError
+from hdet._run.run import Run
+from hdet._tensors import converge
 
 _NO_MORE_DATA = "the end of its data"
 

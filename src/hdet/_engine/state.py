@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hdet._engine.engine import Engine
-from hdet.agreement.round_end import check_same_replica
+from hdet._replicas.claims import check_same_replica
 
 FORMAT = 3
 

@@ -7,10 +7,10 @@ from typing import get_args
 
 import torch
 
-from hdet._engine.run import Run
 from hdet._phases.phase import Call, Phase, Round
-from hdet.agreement.round_end import SAME_SCHEDULE, Claim, base_claims, check_agreement, checksum, same
-from hdet.board import same_calls
+from hdet._replicas.claims import SAME_SCHEDULE, Claim, base_claims, check_agreement, checksum, same
+from hdet._replicas.store import same_calls
+from hdet._run.run import Run
 
 _CALLS = get_args(Call)
 _SAME_STEPS = "every replica must take the same number of steps; for data that end unevenly use `with ensemble.join():`"

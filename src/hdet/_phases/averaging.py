@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hdet import converge
-from hdet._engine.run import Run
 from hdet._phases.phase import Phase, Round
-from hdet.agreement.round_end import Claim, check_agreement
+from hdet._replicas.claims import Claim, check_agreement
+from hdet._run.run import Run
+from hdet._tensors import converge
 
 
 class Averaging(Phase):

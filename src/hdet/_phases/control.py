@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hdet._engine.run import Run
+from hdet._explore.hyperparameter import Hyperparameter, representative
 from hdet._phases.phase import Phase, Round, State
+from hdet._run.run import Run
 from hdet.controllers import Observation, Report
-from hdet.hyperparameters.hyperparameter import Hyperparameter, representative
-from hdet.record import HyperparameterRecord
+from hdet.records.record import HyperparameterRecord
 
 
 class Control(Phase):

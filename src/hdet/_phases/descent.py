@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hdet._engine.run import Run
 from hdet._phases.phase import Phase, Round, State
+from hdet._probe.score import typical
+from hdet._run.run import Run
+from hdet._user_warning import warn
 from hdet.controllers import words_not_learning
-from hdet.descent import Descent, words
-from hdet.score import typical
-from hdet.user_warning import warn
+from hdet.records.trend import Descent, words
 
 
 class WatchDescent(Phase):

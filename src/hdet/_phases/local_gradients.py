@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hdet._engine.run import Run
 from hdet._phases.phase import Phase, Round
-from hdet.local_gradients import LocalGradients
+from hdet._run.run import Run
+from hdet._tensors.local_gradients import LocalGradients
 
 
 class GradientSharing(Phase):

@@ -1,11 +1,11 @@
-"""The outer step at the end of a round; `hdet.outer_step` says what it is."""
+"""The outer step at the end of a round; `hdet._phases.outer_step_of` says what it is."""
 
 from __future__ import annotations
 
-from hdet._engine.run import Run
+from hdet._phases.outer_step_of import OuterStep
 from hdet._phases.phase import Phase, Round, State
-from hdet.outer_step import OuterStep
-from hdet.rounds import Stage
+from hdet._run.rounds import Stage
+from hdet._run.run import Run
 
 
 class TakeOuterStep(Phase):

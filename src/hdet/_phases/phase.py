@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hdet.agreement.round_end import Claim
-from hdet.score import Loss
+from hdet._probe.score import Loss
+from hdet._replicas.claims import Claim
 
 State = dict[str, Any]
 Call = Literal["the end of a round", "ensemble.converge()", "ensemble.finish()", "ensemble.consensus()"]

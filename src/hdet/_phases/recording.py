@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from hdet._engine.run import Run
+from hdet._find_lr.found_rate import FoundRate
 from hdet._phases.phase import Phase, Round
-from hdet.range_test.found_rate import FoundRate
-from hdet.record import OnRound, RoundRecord, SearchRecord
+from hdet._run.run import Run
+from hdet.records.record import OnRound, RoundRecord, SearchRecord
 
 
 class Recording(Phase):

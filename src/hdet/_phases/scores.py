@@ -6,12 +6,12 @@ import math
 
 from torch import Tensor
 
-from hdet import converge
-from hdet._engine.run import Run
 from hdet._phases.phase import Phase, Round, State
-from hdet.judge import Judge
-from hdet.replicas import LostReplicaError
-from hdet.score import Loss, OwnLoss, Score, as_loss
+from hdet._probe.judge import Judge
+from hdet._probe.score import Loss, OwnLoss, Score, as_loss
+from hdet._replicas import LostReplicaError
+from hdet._run.run import Run
+from hdet._tensors import converge
 
 
 class Scores(Phase):

@@ -1,12 +1,12 @@
-"""The tail average of a run; `hdet.tail` says what it is."""
+"""The tail average of a run; `hdet._phases.tail_of` says what it is."""
 
 from __future__ import annotations
 
 import time
 
-from hdet._engine.run import Run
 from hdet._phases.phase import Phase, Round, State
-from hdet.tail import Tail
+from hdet._phases.tail_of import Tail
+from hdet._run.run import Run
 
 
 class TailAverage(Phase):

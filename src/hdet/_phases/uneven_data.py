@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
-from hdet._engine.run import Data, Run
 from hdet._phases.phase import Phase, Round
-from hdet.board import who
-from hdet.replicas import LostReplicaError
-from hdet.score import Loss
+from hdet._probe.score import Loss
+from hdet._replicas import LostReplicaError
+from hdet._replicas.store import who
+from hdet._run.run import Data, Run
 
 
 class UnevenData(Phase):

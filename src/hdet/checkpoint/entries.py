@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hdet._hooks import innermost, unwrap
 from hdet.checkpoint.optimizer_entries import state_problems
 from hdet.ensemble import Ensemble
-from hdet.hooks import innermost, unwrap
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)

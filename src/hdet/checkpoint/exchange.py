@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hdet.agreement.agreement import settle
+from hdet._replicas import Replicas, find_replicas
+from hdet._replicas.agreement import settle
 from hdet.checkpoint.folder import FullDiskError
 from hdet.checkpoint.in_use import FolderInUseError
 from hdet.ensemble import Ensemble
-from hdet.replicas import Replicas, find_replicas
 
 _MOST_CHARACTERS = 2000  # of an error that is sent
 

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 import torch
 
 from hdet.checkpoint.in_use import hold
+from hdet.records.reading import open_file
 
 SHARED = "shared.pt"
 _MANIFEST = "checkpoint.json"
@@ -33,6 +34,7 @@ _VERSION = 1
 _NAME = re.compile(r"(\d{6,})-step-\d+")
 _UNFINISHED = ".unfinished-"
 _CHUNK = 1 << 20
+_MOST_OF_MANIFEST = 1 << 24
 
 
 _FULL = {
@@ -158,7 +160,8 @@ def read_manifest(folder: Path) -> Manifest:
         DamagedError: if it is not what was written, or another version of hdet wrote it.
     """
     try:
-        data = (folder / _MANIFEST).read_bytes()
+        with open_file(folder / _MANIFEST) as file:
+            data = file.read(_MOST_OF_MANIFEST)
         first = data.partition(b"\n")[0]
         if data != _sign(first):
             raise DamagedError(f"the checksum of {_MANIFEST} is wrong")
@@ -193,7 +196,7 @@ def read(folder: Path, name: str, manifest: Manifest) -> Any:
 
 @contextmanager
 def _verified(path: Path, size: int, sha256: str) -> Iterator[BinaryIO]:
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         found = os.fstat(file.fileno()).st_size
         if found != size:
             raise DamagedError(f"{path.name} has {found} bytes instead of {size}")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hdet.user_warning import warn
+from hdet._user_warning import warn
 
 _PATIENCE = 20.0  # seconds for a process that was killed to be gone, and for the rest of a run that was restarted
 _SILENCE = 2.0  # of them; then it is said what is waited for

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hdet._replicas import Replicas, collective_device
+from hdet._tensors.restore import Generators
+from hdet._user_warning import warn
 from hdet.checkpoint import entries as contents
 from hdet.checkpoint import folder, random_state
 from hdet.checkpoint.ensemble_state import with_common, with_losses, without_common, without_replica
 from hdet.checkpoint.exchange import come_to, exchange, replicas_of, together
 from hdet.checkpoint.mean import mean
-from hdet.replicas import Replicas, collective_device
-from hdet.restore import Generators
-from hdet.user_warning import warn
 
 
 @dataclass(frozen=True)

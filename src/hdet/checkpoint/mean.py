@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet.converge import has_numbers
+from hdet._tensors.converge import has_numbers
 
 _COUNTER = "step"  # of an optimizer: never averaged
 

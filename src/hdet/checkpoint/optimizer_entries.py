@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, optim
 
 # What torch's own optimizers keep for every parameter that they have stepped, in its shape.
@@ -62,7 +63,7 @@ def state_problems(optimizer: Any, state: Mapping[str, Any], names: Sequence[str
         found += [
             f"{key} of {who} is {_described(kept[key])} in the checkpoint, and must be {shape or 'one number'}"
             for key, shape in _shapes(optimizer, p)
-            if kept.get(key) is not None and not _has_shape(kept[key], shape)
+            if kept.get(key) is not None and not _has_shape(kept[key], shape, p)
         ]
     return found
 
@@ -96,15 +97,20 @@ def _shapes(optimizer: Any, p: Tensor) -> list[tuple[str, tuple[int, ...] | None
     return list(known.items())
 
 
-def _has_shape(value: Any, shape: tuple[int, ...] | None) -> bool:
+def _has_shape(value: Any, shape: tuple[int, ...] | None, p: Tensor) -> bool:
+    if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_meta):
+        return False
     if not shape:
         return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float))
-    has_numbers = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-    return has_numbers and tuple(value.shape) == shape
+    if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+        return False
+    return value.is_floating_point() or (value.is_complex() and p.is_complex())
 
 
 def _described(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
-    plain = value.is_floating_point() or value.is_complex()
-    return f"{tuple(value.shape)}{'' if plain else f' of {value.dtype}'}"
+    shape = f"{tuple(value.shape)}"
+    if value.layout is not torch.strided or value.is_meta:
+        return f"{shape} without plain values ({value.layout}, {value.device})"
+    return shape if value.is_floating_point() else f"{shape} of {value.dtype}"

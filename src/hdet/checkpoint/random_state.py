@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hdet.restore import Generators
+from hdet._tensors.restore import Generators
 
 
 def take() -> dict[str, Any]:

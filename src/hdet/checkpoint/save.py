@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hdet.arguments import check_count
+from hdet._arguments import check_count
+from hdet._replicas import Replicas, collective_device
+from hdet._user_warning import warn
 from hdet.checkpoint import entries as contents
 from hdet.checkpoint import folder, in_use, random_state
 from hdet.checkpoint.ensemble_state import losses_of, without_common
 from hdet.checkpoint.exchange import come_to, replicas_of, together
 from hdet.ensemble import Ensemble
-from hdet.replicas import Replicas, collective_device
-from hdet.user_warning import warn
 
 
 def save(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from hdet.arguments import Rule, check_count, check_number
+from hdet._arguments import Rule, check_count, check_number
 from hdet.controllers.line_search import LineSearch
 from hdet.controllers.report import Plan, Report, State
 from hdet.controllers.slope import Slope

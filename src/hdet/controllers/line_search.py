@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hdet.arguments import Rule, check_count, check_number
+from hdet._arguments import Rule, check_count, check_number
 from hdet.controllers.evidence import (
     NOTHING,
     VAGUE,

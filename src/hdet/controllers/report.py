@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hdet.arguments import Rule, check_count, check_number
-from hdet.assignment import Design
+from hdet._arguments import Rule, check_count, check_number
+from hdet._explore.slots import Design
 
 State = dict[str, dict[str, float]]
 """By hyperparameter name: at least `scale`, and whatever else the controller remembers."""

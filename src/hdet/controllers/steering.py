@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hdet.arguments import Rule, check_number
+from hdet._arguments import Rule, check_number
 from hdet.controllers.evidence import words, words_unexplored
 from hdet.controllers.report import Controller, Report, State, check_returned, check_state
 

@@ -13,13 +13,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet._hooks import innermost
+from hdet._replicas import collective_device
 from hdet.checkpoint import folder
 from hdet.checkpoint.exchange import exchange, replicas_of
 from hdet.checkpoint.load import load
 from hdet.checkpoint.save import save
 from hdet.ensemble import Ensemble
-from hdet.hooks import innermost
-from hdet.replicas import collective_device
 
 
 class Beside:

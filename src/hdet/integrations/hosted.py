@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import nn
 
+from hdet._explore.hyperparameter import Hyperparameter
+from hdet._hooks import unwrap
+from hdet._user_warning import warn
 from hdet.ensemble import Ensemble
-from hdet.hooks import unwrap
-from hdet.hyperparameters.hyperparameter import Hyperparameter
 from hdet.integrations.beside import Beside, trained_by
-from hdet.record import RoundRecord, metrics
-from hdet.user_warning import warn
+from hdet.records.record import RoundRecord, metrics
 
 Hyperparameters = Sequence[Hyperparameter | Sequence[Hyperparameter]]
 Given = Hyperparameters | Callable[[Any], Hyperparameters] | None

@@ -16,7 +16,7 @@ from torch import Tensor
 from hdet.ensemble import Ensemble
 from hdet.integrations.hosted import Given, Hosted
 from hdet.integrations.overrides import Overrides
-from hdet.record import RoundRecord
+from hdet.records.record import RoundRecord
 
 
 class HDETCallback(Callback):  # type: ignore[misc]

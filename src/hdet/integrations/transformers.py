@@ -12,11 +12,11 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import ParallelMode
 
+from hdet._user_warning import warn
 from hdet.ensemble import Ensemble
 from hdet.integrations.hosted import Given, Hosted
 from hdet.integrations.overrides import Overrides
-from hdet.record import RoundRecord
-from hdet.user_warning import warn
+from hdet.records.record import RoundRecord
 
 _IGNORED = -100  # the label of what is not predicted
 _BESIDE = "hdet"  # the folder within a checkpoint

@@ -1,0 +1,302 @@
+"""Which replicas count at the end of a round: those that are there and finite. The others are given the consensus.
+
+Each replica says how it is in the one small vector that all gather anyway; from then on all know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hdet._phases.guard.gradients import flags, looked_at
+from hdet._replicas import Replicas
+from hdet._replicas.store import counted, who
+from hdet._tensors.converge import copy_from, layout
+
+
+class Condition(NamedTuple):
+    """How one replica is, in the numbers that it tells the others.
+
+    Attributes:
+        well: whether all of it that the guard looks at is finite.
+        skipped: steps whose gradient was not finite.
+        layout: of its optimizer state.
+        odd: which of `looked_at()` is the first that is not finite; -1 for none.
+        spoiled: which of the statistics is the first that was finite at the round's start and is not now; -1 for none.
+        several: how many of them.
+        left: how many of these have no finite value to go back to.
+    """
+
+    well: float
+    skipped: float
+    layout: float
+    odd: float = -1.0
+    spoiled: float = -1.0
+    several: float = 0.0
+    left: float = 0.0
+
+
+def condition(
+    tensors: Sequence[Tensor],
+    state: Sequence[Tensor],
+    spoiled: Tensor,
+    skipped: Tensor | int,
+    device: torch.device,
+) -> Tensor:
+    """How this replica is: a `Condition` on `device`, without a host read.
+
+    Args:
+        tensors: what is looked at, optimizer state included.
+        state: all optimizer state.
+        spoiled: its statistics; see `Statistics.spoiled`.
+        skipped: steps whose gradient was not finite.
+        device: where the numbers go.
+    """
+    vector = torch.tensor(Condition(1.0, 0.0, layout(state)), dtype=torch.float64, device=device)
+    fine = flags(tensors, device)
+    vector[0] = fine.all()
+    vector[1] = skipped
+    vector[3] = first(~fine)
+    vector[4:] = spoiled.to(device)
+    return vector
+
+
+def first(odd: Tensor) -> Tensor:
+    """The number of the first that holds; -1 if none does. No host read."""
+    if not odd.numel():
+        return torch.tensor(-1, device=odd.device)
+    return torch.where(odd.any(), odd.to(torch.int32).argmax(), -1)
+
+
+class Spoiled(NamedTuple):
+    """Which of the statistics are spoiled.
+
+    Attributes:
+        number: of the first one among `looked_at()`; -1 for none.
+        several: how many.
+        left: how many of these have no finite value to go back to.
+    """
+
+    number: int
+    several: int
+    left: int
+
+
+NOT_SPOILED = Spoiled(-1, 0, 0)
+Moment = Literal["round", "loaded", "late"]
+
+
+class Statistics:
+    """What can be spoiled without a loss that shows it, such as a model's floating-point buffers.
+
+    A batch of NaN makes BatchNorm's statistics NaN although the step is skipped, and DDP gives the first replica's to
+    all: weights that are finite are not to be given up for that. What was not finite before the round, such as a mask
+    of minus infinity, is as it is meant to be.
+
+    Args:
+        mends: keep a copy of them, so that they can be put back.
+    """
+
+    def __init__(self, mends: bool) -> None:
+        self._mends = mends
+        self._layout: list[tuple[torch.Size, torch.dtype]] = []
+        self._fine: Tensor | None = None  # which were finite once
+        self._good: Tensor | None = None  # whose copies are finite
+        self._copies: list[Tensor] = []
+
+    @torch.no_grad()
+    def keep(self, tensors: Sequence[Tensor], moment: Moment = "round") -> None:
+        """Remember how they are.
+
+        Args:
+            tensors: the statistics.
+            moment: at the start of a "round"; when they were "loaded", and those that were finite before may be
+                spoiled; or "late", after a first forward pass, which may have spoiled them.
+        """
+        found, known = looked_at(tensors), self._fine is not None and self._fits(tensors)
+        fine = flags(tensors, tensors[0].device) if tensors else None
+        good, copies = fine, [t.detach().clone() for t in found] if self._mends else []
+        if moment != "round" and known and fine is not None and self._fine is not None:
+            if moment == "late" and self._mends and self._good is not None:
+                for number, (new, old) in enumerate(zip(copies, self._copies, strict=True)):
+                    copies[number] = torch.where(fine[number].to(new.device), new, old.to(new.device))
+                good = fine | self._good.to(fine.device)
+            fine = fine | self._fine.to(fine.device)
+        self._layout, self._fine, self._good, self._copies = [(t.shape, t.dtype) for t in tensors], fine, good, copies
+
+    @torch.no_grad()
+    def mend(self, tensors: Sequence[Tensor]) -> Spoiled:
+        """Put back those that are spoiled and of which there is a finite copy. Read from the device."""
+        odd = self._odd(tensors)
+        if odd is None or self._good is None:
+            return NOT_SPOILED
+        numbers = odd.nonzero().flatten().tolist()
+        if not numbers:
+            return NOT_SPOILED
+        good, found = self._good.tolist(), looked_at(tensors)
+        for number in numbers:
+            if good[number]:
+                found[number].copy_(self._copies[number])
+        self._fine = self._good  # what has no finite value is told once
+        return Spoiled(numbers[0], len(numbers), sum(not good[number] for number in numbers))
+
+    def spoiled(self, tensors: Sequence[Tensor]) -> Tensor:
+        """A `Spoiled` of those that were finite and are not now. No host read."""
+        odd = self._odd(tensors)
+        if odd is None:
+            return torch.tensor(NOT_SPOILED)
+        return torch.stack([first(odd), odd.sum(), torch.zeros_like(odd.sum())])
+
+    def _odd(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        """Which of `looked_at()` were finite and are not now; None if it is not known how they were."""
+        if self._fine is None or not self._fits(tensors):
+            self.forget()
+            return None
+        fine = flags(tensors, self._fine.device)
+        odd = self._fine & ~fine
+        self._fine = self._fine | fine
+        return odd
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is known how they were."""
+        return self._fine is not None
+
+    def forget(self) -> None:
+        """They are others now, or are spoiled for good."""
+        self._fine = None
+
+    def were_finite(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those that were finite at the start of the round. Read from the device."""
+        if self._fine is None or not self._fits(tensors):
+            return list(tensors)
+        return [t for t, fine in zip(looked_at(tensors), self._fine.tolist(), strict=True) if fine]
+
+    def _fits(self, tensors: Sequence[Tensor]) -> bool:
+        return [(t.shape, t.dtype) for t in tensors] == self._layout
+
+
+@dataclass(frozen=True)
+class Census:
+    """How the replicas are, the same on every replica.
+
+    Attributes:
+        healthy: those that are averaged and judged.
+        sick: those that are not finite somewhere.
+        ended: those whose data have ended.
+        skipped: by replica, the steps whose gradient was not finite.
+        same_state: their optimizers hold the same kinds of state.
+        odd: by sick replica, which of what is looked at is the first that is not finite; -1 if its score alone is not.
+        spoiled: by replica, which of the statistics were spoiled in this round.
+    """
+
+    healthy: tuple[int, ...]
+    sick: tuple[int, ...] = ()
+    ended: tuple[int, ...] = ()
+    skipped: tuple[int, ...] = ()
+    same_state: bool = True
+    odd: Mapping[int, int] = field(default_factory=dict)
+    spoiled: Mapping[int, Spoiled] = field(default_factory=dict)
+
+    @property
+    def all_well(self) -> bool:
+        """Whether everybody counts."""
+        return not self.sick and not self.ended
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether there is nobody left who trains."""
+        return not self.healthy and not self.sick
+
+    @property
+    def lost(self) -> bool:
+        """Whether somebody trains and nobody is healthy."""
+        return bool(self.sick) and not self.healthy
+
+    def losses(self, scores: Sequence[float], given: bool, guarded: bool) -> Sequence[float]:
+        """What an alarm is to judge the round by; nothing if nobody trained, or no loss was `given`."""
+        if self.all_ended or not (given or self.lost):
+            return ()
+        if self.lost:
+            return (math.nan,)
+        left_out = guarded or not self.all_well
+        return [s for s in scores if math.isfinite(s) or not left_out] or (math.nan,)
+
+    def stuck(self, steps: int) -> str:
+        """Why none of the round's steps was taken by anybody; empty if one was."""
+        if not steps or not self.skipped or min(self.skipped) < steps:
+            return ""
+        because = f"; {who(self.sick)} had a loss or weights that are not finite" if self.sick else ""
+        return f"every step of the round was skipped ({steps} in all), as the gradient was not finite{because}"
+
+    def shown(self, scores: Sequence[float]) -> tuple[float, ...]:
+        """What the controller is shown: no score of those that do not count."""
+        if self.all_well:
+            return tuple(scores)
+        return tuple(score if rank in self.healthy else math.nan for rank, score in enumerate(scores))
+
+    def events(self, step: int) -> list[str]:
+        """What to tell."""
+        said = []
+        if any(self.skipped):
+            most = max(self.skipped)
+            where = "all replicas" if min(self.skipped) == most else who([r for r, n in enumerate(self.skipped) if n])
+            said.append(f"guard: skipped {counted(most, 'step')} on {where}, as the gradient was not finite")
+        if self.sick and self.healthy:
+            said.append(f"guard: {who(self.sick)} was not finite at step {step} and got the average of the others")
+        return said
+
+
+def take_census(
+    table: Sequence[Sequence[float]], ended: Sequence[int], scores: Sequence[float], by_scores: bool
+) -> Census:
+    """What all replicas have told.
+
+    Statistics that cannot be put back and, `by_scores`, a score that is not finite are symptoms too, unless that would
+    leave nobody.
+
+    Args:
+        table: a `Condition` of each.
+        ended: those whose data have ended.
+        scores: their mean losses.
+        by_scores: whether these say how they are.
+    """
+    rows = [Condition(*row) for row in table]
+    sick = {rank for rank, row in enumerate(rows) if not row.well} - set(ended)
+    symptoms = [{rank for rank, row in enumerate(rows) if row.left}]
+    if by_scores:
+        symptoms.append({rank for rank, score in enumerate(scores) if not math.isfinite(score)})
+    for found in symptoms:
+        suspect = (found | sick) - set(ended)
+        sick = suspect if len(suspect) < len(rows) - len(ended) else sick
+    return Census(
+        healthy=tuple(rank for rank in range(len(rows)) if rank not in sick and rank not in ended),
+        sick=tuple(sorted(sick)),
+        ended=tuple(ended),
+        skipped=tuple(int(row.skipped) for row in rows),
+        same_state=len({row.layout for row in rows}) == 1,
+        odd={rank: int(rows[rank].odd) for rank in sorted(sick)},
+        spoiled={
+            rank: Spoiled(int(row.spoiled), int(row.several), int(row.left))
+            for rank, row in enumerate(rows)
+            if row.several
+        },
+    )
+
+
+def restore_state(census: Census, state: Sequence[Tensor], replicas: Replicas, own: bool = False) -> None:
+    """Give all the optimizer state of a replica that counts, where others do not. Collective.
+
+    Args:
+        census: who counts.
+        state: this replica's.
+        replicas: all of them.
+        own: each keeps its own: only those that do not count are given another's.
+    """
+    if census.healthy and census.same_state and state:
+        copy_from(census.healthy[0], state, replicas, take=not own or replicas.rank not in census.healthy)

@@ -1,0 +1,190 @@
+"""The outer step: what is made of the way that a round has gone.
+
+    theta <- theta_0 + outer_step (mean_r theta_r - theta_0)
+
+An outer step of 1/2 every few steps forgives learning rates that are too high. Without fan-out and with shared
+gradients all replicas hold the same weights, so nothing is sent. `Nesterov` takes the way as a gradient instead, for
+local gradients and rounds of hundreds of steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdet._arguments import Rule, check_number
+
+RULE = Rule(lambda x: 0 < x <= 1, "lie in (0, 1], where 1 takes the whole step", "0.5")
+_RULES = {
+    "lr": Rule(lambda x: 0 < x < math.inf, "be positive", "0.7"),
+    "momentum": Rule(lambda x: 0 <= x < 1, "lie in [0, 1)", "0.9"),
+}
+
+
+@dataclass(frozen=True)
+class Nesterov:
+    """An outer optimizer: SGD with Nesterov's momentum, to which the way of a round is the gradient (as in DiLoCo).
+
+    At every converge, with g the way back and m = 0 at first::
+
+        g = theta_0 - mean_r theta_r
+        m <- momentum m + g
+        theta <- theta_0 - lr (g + momentum m)
+
+    as `torch.optim.SGD(nesterov=True)` would step. With a momentum of 0 this is `outer_step=lr`, and with an lr of 1
+    too it is the plain average. In the long run a round counts lr / (1 - momentum) times: 7 times with the defaults,
+    which are DiLoCo's, so that few long rounds go as far as many short ones.
+
+    Costs two copies of the trained parameters, single precision at least; nothing is sent for it, as all replicas
+    compute the same.
+
+    Args:
+        lr: how much of a round's way is taken.
+        momentum: how much of the rounds before it is taken again.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        for name, rule in _RULES.items():
+            check_number(f"{name} of Nesterov", getattr(self, name), rule)
+
+
+class OuterStep:
+    """Remembers where a round began: a copy of the trained parameters, unless the way is taken whole.
+
+    Args:
+        given: how much of a round's way is taken, or the outer optimizer.
+
+    Attributes:
+        given: as it was.
+        amount: how much of a round's way is taken.
+        momentum: how much of the rounds before is taken again.
+    """
+
+    def __init__(self, given: float | Nesterov) -> None:
+        if not isinstance(given, Nesterov):
+            check_number("outer_step", given, RULE)
+            given = float(given)
+        self.given = given
+        self.amount, self.momentum = (given, 0.0) if isinstance(given, float) else (given.lr, given.momentum)
+        self._parameters: list[Tensor] = []
+        self._start: list[Tensor] = []
+        self._owners: list[Tensor] = []  # whose momenta these are
+        self._momenta: list[Tensor] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether it does anything."""
+        return self.amount != 1.0 or self.momentum != 0.0
+
+    @property
+    def gain(self) -> float:
+        """How many times the way of a round is gone in the long run."""
+        return self.amount / (1.0 - self.momentum)
+
+    @torch.no_grad()
+    def begin(self, parameters: Sequence[Tensor]) -> None:
+        """Remember where the round begins; copies into the last round's memory where it fits."""
+        if not self.active or not parameters:  # a rank may hold no part of what is trained
+            return
+        self._parameters = list(parameters)
+        if _layout(self._start) == [(p.shape, self._dtype(p), p.device) for p in parameters]:
+            torch._foreach_copy_(self._start, self._parameters)
+        else:
+            self._start = [p.detach().to(self._dtype(p), copy=True) for p in parameters]
+        if self.momentum:
+            self._own(parameters)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Take the outer step from where the round began to where it has led, in place."""
+        parameters, self._parameters = self._parameters, []
+        if parameters and self.momentum:
+            torch._foreach_sub_(self._start, parameters)  # the gradient, in its place: the start is copied anew
+            torch._foreach_mul_(self._momenta, self.momentum)
+            torch._foreach_add_(self._momenta, self._start)
+            torch._foreach_mul_(self._start, 1.0 - self.amount)
+            torch._foreach_add_(self._start, self._momenta, alpha=-self.amount * self.momentum)
+            torch._foreach_add_(parameters, self._start)
+        elif parameters:
+            torch._foreach_lerp_(parameters, self._start, 1.0 - self.amount)
+
+    def forget(self) -> None:
+        """This round's step is taken whole."""
+        self._parameters = []
+
+    def reset(self) -> None:
+        """Begin anew: this round's step is taken whole, and the rounds before it do not count."""
+        self.forget()
+        self._owners, self._momenta = [], []
+
+    def check_join(self, diverges: bool) -> None:
+        """Raise if a replica whose data have ended would lose track of the momenta.
+
+        Without fan-out it gets the others' weights from torch's join, at the end of the loop only.
+        """
+        if self.momentum and not diverges:
+            raise ValueError(
+                f"join() cannot be used with outer_step={self.given} where all replicas hold the same weights: one "
+                'whose data have ended would have other momenta; use gradients="local", or outer_step without momentum'
+            )
+
+    def state_dict(self, begun: bool) -> dict[str, list[Tensor]]:
+        """Where this round began, if it has `begun` and that is known, and the momenta. The same on all replicas."""
+        state = {}
+        if begun and self._parameters:
+            state["start"] = [t.clone() for t in self._start]
+        if self._momenta:
+            state["momenta"] = [t.clone() for t in self._momenta]
+        return state
+
+    def check_state(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+        """Raise if `load_state_dict` could not go on from this.
+
+        Raises:
+            ValueError: if it was saved for other parameters.
+        """
+        for key, what in (("start", "start of the round is"), ("momenta", "momenta of outer_step are")):
+            saved = state.get(key, [])
+            if self.active and saved and [t.shape for t in saved] != [p.shape for p in parameters]:
+                raise ValueError(
+                    f"the saved {what} that of another model; resume with the same model, and the same layers frozen"
+                )
+
+    def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+        """Go on from `state_dict()`, which `check_state()` has passed."""
+        start, momenta = state.get("start", []), state.get("momenta", [])
+        self.reset()
+        if momenta and self.momentum:
+            self._own(parameters)
+            torch._foreach_copy_(self._momenta, list(momenta))
+        if start and self.active:
+            self.begin(parameters)
+            torch._foreach_copy_(self._start, list(start))
+
+    def _own(self, parameters: Sequence[Tensor]) -> None:
+        """Have a momentum for each parameter: those that were not trained in the last round begin with 0."""
+        owners = [p if p._base is None else p._base for p in parameters]  # views of expanded ones are made anew
+        if len(owners) == len(self._owners) and all(a is b for a, b in zip(owners, self._owners, strict=True)):
+            return
+        known = {id(owner): momentum for owner, momentum in zip(self._owners, self._momenta, strict=True)}
+        self._momenta = [
+            known[id(owner)] if id(owner) in known else torch.zeros_like(p, dtype=self._dtype(p), requires_grad=False)
+            for owner, p in zip(owners, parameters, strict=True)
+        ]
+        self._owners = owners
+
+    def _dtype(self, p: Tensor) -> torch.dtype:
+        """Momenta of half precision would lose what they add up."""
+        return torch.float32 if self.momentum and p.dtype in (torch.float16, torch.bfloat16) else p.dtype
+
+
+def _layout(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
+    return [(t.shape, t.dtype, t.device) for t in tensors]

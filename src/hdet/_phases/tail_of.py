@@ -1,0 +1,305 @@
+"""The tail average: half of the way from the last weights of a run to the mean of those its last rounds ended with.
+
+    theta <- (theta + mean_k theta_k) / 2          k: the rounds of the last part of the run
+
+When the run ends, the probe compares it with the last weights, and the better ones stay. Averaging over time takes out
+what weights owe to the last batches: it gains where data come in the order of time, and loses where the model still
+learns. So nobody has to know beforehand. Half of the way has most of the gain and half of the noise.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hdet._arguments import Rule, check_number
+
+_PROBES = 16  # that the two are compared on: docs/research.md, "The tail average"
+_LEAST = 2  # round ends that are worth an average
+_MOST = 1e150  # a loss that is no number to reckon with
+
+_RULE = Rule(lambda x: 0 <= x <= 1, "lie in [0, 1], a part of the run; 0 for none", "0.5")
+
+
+def check_part(part: float, total_steps: int | None, probe: object, model: nn.Module | None) -> float:
+    """The part of the run that a user wants averaged, if it can be.
+
+    Raises:
+        TypeError, ValueError: if it cannot, with what to write instead.
+    """
+    check_number("tail_average", part, _RULE)
+    if part and total_steps is None:
+        raise ValueError("tail_average is a part of the run, whose length must be known: write total_steps=...")
+    reason = None if not part else unfit(probe, model)
+    if reason is not None:
+        raise ValueError(f"tail_average cannot be used: {reason}; leave it out, or write tail_average=0")
+    return float(part)
+
+
+def unfit(probe: object, model: nn.Module | None) -> str | None:
+    """Why the weights of this model cannot be averaged over time; None if they can."""
+    if probe is None:
+        return "it needs a probe, which compares it with the last weights (probe=hdet.Probe(...))"
+    if model is None:
+        return "it needs to know the model (model=model)"
+    if any(getattr(module, "running_mean", None) is not None for module in model.modules()):
+        return "the running statistics of its normalisation would not be those of the averaged weights"
+    return None
+
+
+def probes_at_end(part: float, probe: object, model: nn.Module | None) -> int:
+    """How often a probe is scored when the run ends; 0 without an average."""
+    return 2 * _PROBES if part and unfit(probe, model) is None else 0
+
+
+class Compared(NamedTuple):
+    """The tail average against the last weights, the same on every replica.
+
+    Attributes:
+        better: whether the average is to be taken: where its loss is lower by more than a standard error.
+        loss: of the last weights.
+        gain: by how much the average's is lower.
+        error: the standard error of that.
+    """
+
+    better: bool
+    loss: float
+    gain: float
+    error: float
+
+
+def compare(last: Sequence[float], average: Sequence[float]) -> Compared:
+    """What the losses of the last weights and of the tail average say, by probe; two at least.
+
+    >>> compare([1.0, 2.0, 3.0], [0.5, 1.5, 2.5])
+    Compared(better=True, loss=2.0, gain=0.5, error=0.0)
+    >>> compare([1.0, 2.0], [0.5, 2.4]).better
+    False
+    """
+    gains = [a - b for a, b in zip(last, average, strict=True)]
+    if not all(abs(x) < _MOST for x in (*last, *gains)):
+        return Compared(False, math.nan, math.nan, math.nan)
+    gain, error = statistics.fmean(gains), statistics.stdev(gains) / math.sqrt(len(gains))
+    return Compared(gain > error, statistics.fmean(last), gain, error)
+
+
+class Settled(NamedTuple):
+    """What became of a tail average: whether it was taken, and why, in words."""
+
+    taken: bool
+    text: str
+
+
+class Tail:
+    """Holds the mean of the weights at the round ends of the last part of a run, in single precision at least.
+
+    The copy is made before the first step: a run that it does not fit into fails at once.
+
+    Args:
+        part: which part of the run, in [0, 1]; 0 for none.
+        total_steps: optimizer steps of the whole run.
+    """
+
+    def __init__(self, part: float, total_steps: int | None) -> None:
+        self._begin = math.inf if not part or total_steps is None else total_steps * (1 - part)
+        self._stopped: str | None = None
+        self._given: list[Tensor] = []
+        self._tensors: list[Tensor] = []  # without what lies in the memory of another one
+        self._mean: list[Tensor] = []
+        self.reset()
+
+    @property
+    def count(self) -> int:
+        """How many round ends were counted."""
+        return self._count
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What it has in memory."""
+        return self._mean
+
+    @property
+    def active(self) -> bool:
+        """Whether it does anything."""
+        return self._begin < math.inf and self._stopped is None
+
+    def stop(self, reason: str) -> None:
+        """Do nothing from now on, and give the memory back."""
+        if self.active:
+            self._stopped = reason
+        self.release()
+
+    def reset(self) -> None:
+        """Begin anew: what was averaged so far does not count."""
+        self._count, self._since, self._until = 0, 0, -1
+
+    def release(self) -> None:
+        """Begin anew, and give the memory back until it is needed again."""
+        self.reset()
+        self._given, self._tensors, self._mean = [], [], []
+
+    @torch.no_grad()
+    def reserve(self, tensors: Sequence[Tensor]) -> None:
+        """Have memory for the mean of these; begin anew where they are not those of the last time."""
+        if not self.active or _same(self._given, tensors):
+            return
+        self.release()  # the old memory first
+        self._given, self._tensors = list(tensors), _apart(tensors)
+        self._mean = [torch.zeros_like(t, dtype=_wide(t), requires_grad=False) for t in self._tensors]
+
+    @torch.no_grad()
+    def add(self, tensors: Sequence[Tensor], step: int) -> None:
+        """Count the weights that a round has ended with at `step`, the same on all replicas. Sends nothing."""
+        if not self.active or step <= max(self._begin, self._until):
+            return
+        self.reserve(tensors)
+        self._count, self._until = self._count + 1, step
+        if self._count == 1:  # a copy: what is left in the memory may not be finite
+            self._since = step
+            torch._foreach_copy_(self._mean, self._tensors)
+        elif all(t.dtype == mean.dtype for t, mean in zip(self._tensors, self._mean, strict=True)):
+            torch._foreach_lerp_(self._mean, self._tensors, 1 / self._count)
+        else:  # one after another, that there is no other copy of them all
+            for tensor, mean in zip(self._tensors, self._mean, strict=True):
+                mean.lerp_(tensor.to(mean.dtype), 1 / self._count)
+
+    def settle(self, score: Callable[[int], float], act: bool = True) -> Settled | None:
+        """When the run ends: leave the better of the last weights and the tail average. Collective where `score` is.
+
+        Args:
+            score: the loss of the current weights on the probe of this number, the same on all replicas.
+            act: False to leave the last weights whatever comes out.
+
+        Returns:
+            What was found; None if there was nothing to find.
+        """
+        if self._stopped is not None:
+            return Settled(False, f"tail average: none, {self._stopped}")
+        if not self.active:
+            return None
+        count, since = self._count, self._since
+        if count < _LEAST:
+            self.release()
+            return Settled(False, f"tail average: none, as {count} rounds have ended since step {self._begin:g}")
+        self._meet_half_way()
+        last, average = [], []
+        for number in range(_PROBES):
+            last.append(score(number))
+            with self._swapped():
+                average.append(score(number))
+            if not math.isfinite(last[-1] - average[-1]):  # that is the answer
+                break
+        found = compare(last, average)
+        if found.better and act:
+            self._swap()
+        self.release()
+        return _tell(found, act, f"half of the way to the mean of {count} round ends since step {since}")
+
+    @torch.no_grad()
+    def _meet_half_way(self) -> None:
+        """Turn the mean into the average, in place."""
+        for mean, tensor in zip(self._mean, self._tensors, strict=True):
+            mean.lerp_(tensor.to(mean.dtype), 0.5)
+        self.reset()  # an error from now on leaves the last weights, and nothing to compare
+
+    @contextmanager
+    def _swapped(self) -> Iterator[None]:
+        """Within it the weights are the average; afterwards they are as they were, bit for bit."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for tensor, mean in zip(self._tensors, self._mean, strict=True):
+            kept = tensor.to(mean.dtype, copy=True)
+            tensor.copy_(mean)
+            mean.copy_(kept)
+
+    def state_dict(self, trained: Sequence[int]) -> dict[str, Any]:
+        """The mean so far, the same on all replicas; nothing before there is one.
+
+        Args:
+            trained: which parameters are trained, to tell others from them.
+        """
+        if not self._count:
+            return {}
+        told = {"count": self._count, "since": self._since, "until": self._until, "trained": list(trained)}
+        return {**told, "mean": [t.clone() for t in self._mean]}
+
+    def check_state(self, state: dict[str, Any], tensors: Sequence[Tensor], trained: Sequence[int]) -> None:
+        """Raise if `load_state_dict` could not go on from this.
+
+        Raises:
+            ValueError: if it was saved for other parameters.
+        """
+        if not state or not self.active:
+            return
+        same = state["trained"] == list(trained) and [t.shape for t in state["mean"]] == [
+            t.shape for t in _apart(tensors)
+        ]
+        if not same:
+            raise ValueError(
+                "the saved tail average is that of another model, of other layers, or sharded in another way; resume "
+                "with the same model, frozen and sharded as before, or write tail_average=0"
+            )
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+        """Go on from `state_dict()`.
+
+        What was counted too early for this run, which may be longer, does not count: it begins anew.
+        """
+        self.reset()
+        if not state or not self.active or state["since"] <= self._begin:
+            return
+        self.reserve(tensors)
+        self._count, self._since, self._until = (int(state[name]) for name in ("count", "since", "until"))
+        torch._foreach_copy_(self._mean, list(state["mean"]))
+
+
+def _tell(found: Compared, act: bool, what: str) -> Settled:
+    if not math.isfinite(found.gain):
+        return Settled(False, f"tail average: left, {what}: its loss or that of the last weights is not finite")
+    percent = 100 / abs(found.loss) if found.loss else math.nan
+    how = f"probe loss {found.loss:.4g}, {-percent * found.gain:+.2f} +- {percent * found.error:.2f} % with it"
+    if found.better and act:
+        return Settled(True, f"tail average: taken; {what} ({how})")
+    done = "would be taken" if found.better else "left, the last weights stay"
+    return Settled(False, f"tail average: {done}; {what} ({how})")
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.itemsize == 1 else torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those whose memory is not within that of another one: what is swapped twice would not come back."""
+    kept: set[int] = set()
+    device, end = None, 0
+    for tensor in sorted(tensors, key=lambda t: (str(t.device), t.data_ptr(), -t.nbytes)):
+        if tensor.device != device:
+            device, end = tensor.device, 0
+        if tensor.data_ptr() + tensor.nbytes > end:
+            kept.add(id(tensor))
+            end = tensor.data_ptr() + tensor.nbytes if tensor.is_contiguous() else end
+    return [t for t in tensors if id(t) in kept]
+
+
+def _same(held: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+    """Whether these share their memory; views of expanded tensors and of parts are objects made anew."""
+    return len(held) == len(tensors) and all(
+        a is b or _place(a) == _place(b) for a, b in zip(held, tensors, strict=True)
+    )
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size, torch.dtype]:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype

@@ -1,0 +1,21 @@
+"""Who the replicas are: the ranks of a process group, parts of a device mesh, or threads of one process.
+
+Nothing else in the library issues collectives.
+"""
+
+from hdet._replicas.find import Where, find_replicas, seated
+from hdet._replicas.group import Replicas, Travelling, collective_device, weigh
+from hdet._replicas.notes import LostReplicaError
+from hdet._replicas.sharded import ShardedReplicas
+
+__all__ = [
+    "LostReplicaError",
+    "Replicas",
+    "ShardedReplicas",
+    "Travelling",
+    "Where",
+    "collective_device",
+    "find_replicas",
+    "seated",
+    "weigh",
+]

@@ -1,0 +1,251 @@
+"""Who the replicas are, and the only place that talks to the other ones.
+
+Collectives run on a process group of our own, made when the first one is needed, so that they can never be
+mixed up with those of DDP or of a data loader.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from hdet._replicas.lookout import Lookout, lookout_of
+from hdet._replicas.notes import LostReplicaError
+from hdet._replicas.store import group_timeout
+
+
+class Travelling:
+    """A collective that is under way."""
+
+    def __init__(self, work: dist.Work, replicas: Replicas, device: torch.device) -> None:
+        self._work, self._replicas, self._device = work, replicas, device
+
+    def wait(self) -> None:
+        """Return when it is done; raise as the collective itself would."""
+        with self._replicas._named():
+            self._replicas._wait(self._work, self._device)
+
+
+class Replicas:
+    """The data-parallel replicas of one model, seen from one of them: the ranks of a process group.
+
+    Attributes:
+        rank: which replica this is, 0 to size - 1.
+        size: how many there are; 1 where torch.distributed is not initialised.
+        group: their process group; None for all ranks.
+        wrapping_broadcasts: whether wrapping a model to share gradients gives all replicas the first one's weights.
+        device: where small vectors live if there is no tensor to go by.
+        noun: what those are that `settle` and errors count.
+    """
+
+    wrapping_broadcasts = True
+    noun = "replica"
+    device = torch.device("cpu")
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self.rank = 0
+        self.size = 1
+        self.group = process_group
+        self._own: dist.ProcessGroup | None = None
+        self._seen: Lookout | None = None
+        if dist.is_available() and dist.is_initialized():
+            self.rank = dist.get_rank(process_group)
+            self.size = dist.get_world_size(process_group)
+            if self.rank < 0:
+                raise ValueError("process_group must contain this rank; give each rank the group that it is in")
+
+    def settle(self, mine: str, decide: Callable[[list[str]], str]) -> str:
+        """Show `mine` to the first replica, which decides from everybody's; its decision. Through the store.
+
+        Not a collective, so that replicas which wait in vain can say for whom.
+
+        Raises:
+            MissingError: if some replicas do not come within the group's timeout.
+        """
+        lookout = self._lookout()
+        return decide([mine] * self.size) if lookout is None else lookout.settle(mine, decide)
+
+    def part(self, readers: int | None = None) -> None:
+        """Before all leave with the same error: whoever serves the store stays until the others know it too.
+
+        Args:
+            readers: how many there are to know it; by default all.
+        """
+        lookout = self._lookout()
+        if lookout is not None:
+            lookout.part(lookout.board.size if readers is None else readers)
+
+    def arrive(self, place: str, call: str | None = None) -> None:
+        """Leave word of where this replica is, before others may wait for it there; see `Lookout.arrive`."""
+        lookout = self._lookout()
+        if lookout is not None:
+            lookout.arrive(place, call)
+
+    def last_seen(self, ranks: Sequence[int]) -> str:
+        """Where these replicas were last seen, in words; empty if they were not."""
+        lookout = self._lookout()
+        return "" if lookout is None else lookout.last_seen(ranks)
+
+    def explain(
+        self, error: Exception, began: float, wrappers: Sequence[DistributedDataParallel] = ()
+    ) -> LostReplicaError | None:
+        """Who is dead, stalled or elsewhere, now that `error` was raised while talking to the others; None if nobody.
+
+        An error of another kind is left for the others to read. Otherwise those who are still there say so, which can
+        take until they have met the error too: at the group's timeout after they `began` to wait. If some may wait in
+        `wrappers` for one another, they are made to meet it now.
+        """
+        lookout = self._lookout()
+        return None if lookout is None else lookout.explain(error, began, wrappers)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a replica is several ranks."""
+        return self.ranks is not self
+
+    @property
+    def ranks(self) -> Replicas:
+        """Everybody who holds something of the run: the replicas themselves, or all parts of sharded ones."""
+        return self
+
+    def all_true(self, mine: bool) -> bool:
+        """Whether this holds for every part of the replicas; `mine` where none of them is sharded: all hold the same.
+
+        A collective of replicas that are sharded, and of no others.
+        """
+        return mine
+
+    def gather(self, values: Tensor) -> list[list[float]]:
+        """Every replica's float64 vector `values`, by replica: one collective, one read from the device."""
+        if self.size == 1:
+            return [values.tolist()]
+        everyone = values.new_empty(self.size, values.numel())
+        with self._named():
+            work = dist.all_gather(list(everyone.unbind()), values, group=self._group(), async_op=True)
+            self._wait(work, values.device, read=True)
+            return everyone.tolist()
+
+    def start_mean(self, flat: Tensor, of: Sequence[int] | None = None) -> Travelling | None:
+        """Begin to replace `flat`, a contiguous tensor, by its mean over the replicas; done when `wait()` returns.
+
+        Args:
+            flat: what this replica has.
+            of: the replicas that count; by default all. The others get the mean too.
+        """
+        if self.size == 1:
+            return None
+        weigh(flat, self.rank, range(self.size) if of is None else of)
+        with self._named():
+            return Travelling(dist.all_reduce(flat, group=self._group(), async_op=True), self, flat.device)
+
+    def broadcast(self, flat: Tensor, source: int = 0) -> None:
+        """Replace `flat`, a contiguous tensor, by that of replica `source`."""
+        if self.size > 1:
+            with self._named():
+                self._wait(dist.broadcast(flat, group=self._group(), group_src=source, async_op=True), flat.device)
+
+    def gather_into(self, everyone: Tensor, mine: Tensor) -> None:
+        """Fill the contiguous `everyone` with every replica's `mine`, one after another, bit for bit.
+
+        `mine` has the same size on all replicas. It travels as bytes: NCCL does not know every dtype.
+        """
+        if self.size == 1:
+            everyone.copy_(mine)
+            return
+        # The older name warns where there is the newer one.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        with self._named():
+            group = self._group()
+            work = all_gather(everyone.view(torch.uint8), mine.view(torch.uint8), group=group, async_op=True)
+            self._wait(work, mine.device)
+
+    def close(self) -> None:
+        """Give back the process group, if one was made. Not a collective."""
+        if self._own is not None and dist.is_initialized():
+            if self.group is None:
+                dist.destroy_process_group(self._own)
+            else:
+                _idle.setdefault(self.group, []).append(self._own)
+        self._own = self._seen = None
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Around a collective: if it fails, the error says because of whom."""
+        began = time.monotonic()
+        try:
+            yield
+        except LostReplicaError:
+            raise
+        except RuntimeError as error:
+            found = self.explain(error, began)
+            if found is None:
+                raise
+            raise found from error
+
+    def _wait(self, work: dist.Work, device: torch.device, *, read: bool = False) -> None:
+        """Wait for a collective; where the caller waits for it, see meanwhile whether all can come.
+
+        That is with gloo always, and with others where the result is to be `read` from the device at once.
+        """
+        lookout = self._lookout()
+        if lookout is not None and self._group()._get_backend(device).name() == "gloo":
+            lookout.wait(work)
+        else:
+            if lookout is not None and read:
+                lookout.outlast(work)
+            work.wait()
+
+    def _lookout(self) -> Lookout | None:
+        """What the replicas know of each other; None in a dry run on a fake group, where there is nobody else."""
+        if self._seen is None and self.size > 1:
+            parent = self.group or dist.group.WORLD
+            self._seen = None if parent is None or dist.get_backend(parent) == "fake" else lookout_of(parent)
+        return self._seen
+
+    def _await_all(self) -> None:
+        """Before a process group is made: whoever waits in there cannot look who is missing."""
+        lookout = self._lookout()
+        if lookout is not None:
+            lookout.gather()
+
+    def _group(self) -> dist.ProcessGroup:
+        if self._own is None:
+            parent = self.group or dist.group.WORLD
+            assert parent is not None
+            timeout = timedelta(seconds=group_timeout(parent))
+            if self.group is None:
+                self._await_all()
+                self._own = dist.new_group(timeout=timeout)
+            elif _idle.get(self.group):
+                self._own = _idle[self.group].pop()
+            else:
+                self._await_all()
+                ranks: Sequence[int] = dist.get_process_group_ranks(self.group)
+                self._own = dist.new_group(list(ranks), timeout, use_local_synchronization=True)
+        assert self._own is not None
+        return self._own
+
+
+# Groups of our own, by the group that they are made of. If one were destroyed, torch would give its name to the next
+# one of the same ranks, which would then wait for the addresses that it finds under that name.
+_idle: dict[dist.ProcessGroup, list[dist.ProcessGroup]] = {}
+
+
+def weigh(flat: Tensor, rank: int, of: Sequence[int]) -> None:
+    """Make the sum over all replicas the mean over those in `of`: before it, which could overflow."""
+    if rank in of:
+        flat.div_(len(of))
+    else:
+        flat.zero_()  # not times 0: it may not be finite
+
+
+def collective_device(tensors: Sequence[Tensor]) -> torch.device:
+    """Where small vectors must live to be gathered beside `tensors`."""
+    return tensors[0].device if tensors else torch.device("cpu")

@@ -1,0 +1,317 @@
+"""What the replicas of a group know of each other while one of them waits or has failed: who is lost, who is elsewhere.
+
+Before replicas come together each leaves a note of where it is. One that waits for long looks at the notes now and
+then: a process that has ended, or a replica that has come to another call, is named by all in seconds, not when
+the group's timeout is over. A replica whose collective has failed calls the roll; whoever waits answers. What is found
+is decided once, and all say the same.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from hdet._replicas.notes import LostReplicaError, Notes
+from hdet._replicas.store import Board, MissingError
+
+_FIRST_LOOK, _NEXT_LOOK = 1.0, 0.5  # seconds
+_NEIGHBOURS = 8  # the next replicas are looked after by this one: at a thousand of them each look still costs as little
+_ROLL_CALL = 0.7  # seconds for everybody who is alive to say so, once the timeout is over
+_SILENCE = 3.0  # the same while there is no hurry: somebody may be busy
+_PAUSE = 0.05
+_OWN_ERROR = 1.0  # seconds to find out whether an error is of this replica alone
+_IN_FLIGHT = 1.0  # seconds for what a process has sent before it ended
+_NO_TIME = timedelta(milliseconds=1)
+
+
+def lookout_of(group: dist.ProcessGroup) -> Lookout:
+    """The one lookout of a group in this process: what is counted there is counted for all that replicas do in it."""
+    if group not in _lookouts:
+        _lookouts[group] = Lookout(Board(group))
+    return _lookouts[group]
+
+
+class Lookout(Notes):
+    """The replicas of one group, as one of them sees them while it waits and when it has failed."""
+
+    def __init__(self, board: Board) -> None:
+        super().__init__(board)
+        self._answered: str | None = None
+        self._answered_at = -_SILENCE
+        self._ended_at: float | None = None
+
+    def settle(self, mine: str, decide: Callable[[list[str]], str]) -> str:
+        """Show `mine` to the first replica: see `Board.settle`.
+
+        Raises:
+            LostReplicaError: if somebody is lost or elsewhere.
+            MissingError: if some do not come.
+        """
+        try:
+            with self._patient(time.monotonic()):
+                decided = self.board.settle(mine, decide, self.looks())
+                if not self._processes:  # while it can be asked
+                    self._states([0])
+            return decided
+        except (LostReplicaError, MissingError):
+            raise
+        except RuntimeError as error:
+            raise self._store_is_gone() from error
+
+    def looks(self) -> Callable[[], None]:
+        """What to call again and again while waiting: it looks around if it is time to.
+
+        Raises:
+            LostReplicaError: when called, if somebody is lost or elsewhere.
+        """
+        began = time.monotonic()
+        due = began + _FIRST_LOOK
+
+        def look() -> None:
+            nonlocal due
+            if time.monotonic() >= due:
+                with self._patient(began):
+                    self._look(began)
+                due = time.monotonic() + self._pause()
+
+        return look
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for a collective of a backend that makes its caller wait, and look around meanwhile.
+
+        Raises:
+            LostReplicaError: if somebody is lost or elsewhere.
+            RuntimeError: what the collective raises.
+        """
+        look, pause = self.looks(), _FIRST_LOOK
+        while True:
+            try:
+                work.wait(timedelta(seconds=pause))
+                return
+            except RuntimeError:
+                if work.is_completed():  # it has failed, or has ended just now
+                    work.wait()
+                    return
+            look()
+            pause = self._pause()
+
+    def outlast(self, work: dist.Work) -> None:
+        """Look around until a collective is done, or has failed, of a backend that does not make its caller wait.
+
+        Raises:
+            LostReplicaError: if somebody is lost or elsewhere.
+        """
+        look, began = self.looks(), time.monotonic()
+        while not work.is_completed() and (waited := time.monotonic() - began) < self.board.timeout:
+            look()
+            time.sleep(min(waited / 10, _PAUSE))
+
+    def gather(self) -> None:
+        """Wait until all replicas are here, before what nobody could be asked in: the making of a process group.
+
+        Raises:
+            LostReplicaError: if somebody is lost or elsewhere.
+        """
+        began = time.monotonic()
+        if not self.board.meet(self.looks()):
+            found = self._call_the_roll(began)
+            if found:
+                raise found
+
+    def part(self, readers: int) -> None:
+        """Before all leave with the same error: whoever serves the store stays until so many know it."""
+        self.board.leave(f"settled/{self.board.settled}", readers)
+
+    def explain(
+        self, error: Exception, began: float, wrappers: Sequence[DistributedDataParallel] = ()
+    ) -> LostReplicaError | None:
+        """Who is dead, stalled or elsewhere, now that `error` was raised while talking to the others; None if nobody.
+
+        Where the error is of a collective, those who are still there say so, which can take until they have met it too:
+        at the group's timeout after they `began` to wait; what they wait for in the `wrappers` is ended here. Any other
+        error is this replica's own, which it leaves for the others to read, unless somebody else is known to have
+        failed before.
+        """
+        if isinstance(error, LostReplicaError):
+            return None
+        sure, own = _sure(error), f"raised {type(error).__name__}: {error}"
+        try:
+            with self._patient(began):
+                if sure:
+                    for wrapper in wrappers:
+                        _break_off(wrapper)
+                    return self._call_the_roll(began)
+                found = self._others_failed(own, began) if _may_be_of_a_collective(error) else None
+                if found is None:
+                    self._say_failed(own)
+                    self._decide([self.board.rank], said={self.board.rank: own})
+                return found
+        except RuntimeError:
+            return self._store_is_gone() if sure else None
+
+    # While waiting
+
+    def _pause(self) -> float:
+        """Seconds until the next look: the roll was called just now, or nothing has happened."""
+        return self._poll() if time.monotonic() - self._answered_at < _SILENCE else _NEXT_LOOK
+
+    @contextmanager
+    def _patient(self, began: float) -> Iterator[None]:
+        """Within it a stopped process that serves the store is waited for until the timeout since then is over."""
+        with self.board.patient_until(began + self.board.timeout):
+            yield
+
+    def _poll(self) -> float:
+        """Seconds between two looks at what everybody has said."""
+        return max(_PAUSE, self.board.size / 1000)
+
+    def _look(self, began: float) -> None:
+        try:
+            verdict = self._verdict()
+            found = verdict and self._hear(verdict)
+            if not found:
+                self._answer()
+                lost = self._any_ended(self._neighbours())
+                self._ended_at = (self._ended_at or time.monotonic()) if lost else None
+                late = lost and time.monotonic() - (self._ended_at or 0.0) >= _IN_FLIGHT
+                found = self._call_the_roll(began) if late else self._compare_places()
+            if time.monotonic() - began > self.board.timeout - 3 * _NEXT_LOOK:  # the others may leave before this one
+                self._last_seen = self._places()
+        except LostReplicaError:
+            raise
+        except RuntimeError:
+            found = self._store_is_gone()
+        if found:
+            raise found
+
+    def _neighbours(self) -> list[int]:
+        size = self.board.size
+        return [(self.board.rank + k) % size for k in range(1, min(_NEIGHBOURS, size - 1) + 1)]
+
+    def _any_ended(self, ranks: Sequence[int]) -> bool:
+        return "ended" in self._states(ranks).values()
+
+    def _answer(self) -> None:
+        """Say that this replica is here and waits, once for each time that the roll is called."""
+        called = self.board.shared("called")
+        if called is None or called == self._answered or not self._concerns(json.loads(called)[0]):
+            return
+        self._answered, self._answered_at = called, time.monotonic()
+        self._say_failed(None)
+
+    def _compare_places(self) -> LostReplicaError | None:
+        """Whether the next replica has come to another call than this one, where all must make the same."""
+        there = self.board.read("at", self._neighbours()[0])
+        if there is None:
+            return None
+        number, call, _ = json.loads(there)
+        if number != self._arrivals or call == self._call or not (call and self._call):
+            return None
+        notes = [json.loads(note) if note else None for note in self.board.read_all("at")]
+        here = {rank: note for rank, note in enumerate(notes) if note and note[0] == self._arrivals and note[1]}
+        return self._tell_odd({r: c for r, (_, c, _) in here.items()}, {r: place for r, (_, _, place) in here.items()})
+
+    # After an error
+
+    def _others_failed(self, own: str, began: float) -> LostReplicaError | None:
+        """Who is known to have failed, within a moment, and otherwise than with this replica's `own` error.
+
+        Whoever is only silent may be computing, as this one was until now.
+        """
+        over = time.monotonic() + _OWN_ERROR
+        late = over - began >= self.board.timeout
+        while True:
+            verdict = self._verdict()
+            if verdict and set(json.loads(verdict)["said"].values()) != {own}:
+                return self._hear(verdict)
+            notes = {rank: note for rank, note in enumerate(self._failed()) if rank != self.board.rank}
+            raised = {rank: note[1] for rank, note in notes.items() if note and note[1] not in (None, own)}
+            how = self._states([rank for rank, note in notes.items() if note is None])
+            gone = [rank for rank, state in how.items() if state == "ended"]
+            if raised or gone:
+                return self._decide([*raised, *gone], said=raised, gone=gone)
+            if time.monotonic() >= over:
+                stopped = [rank for rank, state in how.items() if state == "stopped"]
+                return self._decide(stopped) if stopped and late else None
+            time.sleep(self._poll())
+
+    def _call_the_roll(self, began: float) -> LostReplicaError | None:
+        """Ask who is there, until it is known who is not."""
+        self._say_failed(None)
+        board, called = self.board, time.monotonic()
+        board.share("called", json.dumps([self._arrivals, board.rank]))
+        over = began + board.timeout + _ROLL_CALL
+        while True:
+            verdict = self._verdict()
+            if verdict:
+                return self._hear(verdict)
+            notes = self._failed()
+            raised = {rank: note[1] for rank, note in enumerate(notes) if note and note[1] and rank != board.rank}
+            silent = [rank for rank, note in enumerate(notes) if note is None]
+            how = self._states(silent)
+            gone, stopped, unknown = ([r for r in silent if how[r] == of] for of in ("ended", "stopped", None))
+            if raised or gone:
+                return self._decide([*raised, *gone], said=raised, gone=gone)
+            now = time.monotonic()
+            if stopped and now >= over - _ROLL_CALL:
+                return self._decide(stopped)
+            if not silent or (now >= over and now - called >= _ROLL_CALL):
+                return self._decide_by_place(silent)
+            if unknown and now - called >= _SILENCE:
+                return self._decide(unknown)
+            time.sleep(self._poll())
+
+    def _decide_by_place(self, silent: Sequence[int]) -> LostReplicaError | None:
+        """Who is elsewhere, where all have answered; those of the `silent` ones that are, or all of them."""
+        places = self._places()
+        elsewhere = [rank for rank, place in enumerate(places) if place != self._place]
+        if silent:
+            return self._decide([rank for rank in silent if rank in elsewhere] or silent)
+        known = {rank: place or "a place that is not known" for rank, place in enumerate(places)}
+        return self._tell_odd(known, known) if elsewhere else None
+
+
+_lookouts: weakref.WeakKeyDictionary[dist.ProcessGroup, Lookout] = weakref.WeakKeyDictionary()
+_WORDS = (
+    *("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out waiting", "Wait timeout"),
+    *("Application timeout caused pair closure", "monitoredBarrier"),  # gloo's, which do not name it
+)
+
+
+def _break_off(wrapper: DistributedDataParallel) -> None:
+    """End what others wait for in a wrapper whose collective has failed here.
+
+    gloo tells only those who wait for the lost replica itself. The others wait for one another, round a ring, and hear
+    of nothing as long as this one keeps its connections: gloo closes all of them once it has waited for one in vain.
+    """
+    group = wrapper.process_group
+    try:
+        if group._get_backend(wrapper.join_device).name() != "gloo":
+            return
+    except RuntimeError:  # there is none of this device
+        return
+    for rank in range(dist.get_world_size(group)):
+        if rank != dist.get_rank(group):
+            with suppress(RuntimeError):
+                work = dist.irecv(torch.zeros(1), group=group, group_src=rank)
+                if work is not None:
+                    work.wait(_NO_TIME)
+
+
+def _may_be_of_a_collective(error: Exception) -> bool:
+    """Whether torch's communication raises errors of this class: its own ones, and plain RuntimeErrors by gloo."""
+    return type(error) is RuntimeError or isinstance(error, dist.DistError)
+
+
+def _sure(error: Exception) -> bool:
+    """Whether an error says itself that it is of a collective, or that replicas did not come."""
+    of_torch, missed = isinstance(error, dist.DistError), isinstance(error.__context__, MissingError)
+    return of_torch or missed or any(word in str(error) for word in _WORDS)

@@ -1,0 +1,1 @@
+"""One run: what its ensemble was given, where it is, and what all of its phases share."""

@@ -1,0 +1,294 @@
+"""What is refused before training starts, with the line to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from hdet._arguments import check_count
+from hdet._explore.hyperparameter import Hyperparameter
+from hdet._explore.in_forward import InForward
+from hdet._explore.in_groups import InGroups
+from hdet._explore.slots import Design
+from hdet._phases.rollback.alarm import Rollback
+from hdet._probe.probe import Probe
+from hdet._replicas import Where, find_replicas
+from hdet._tensors.local_gradients import Gradients
+from hdet._tensors.shards import is_a, is_sharded
+from hdet._user_warning import warn
+from hdet.controllers import Controller, Fixed, Limits, LineSearch
+
+
+def check_interval(
+    interval: int | Literal["auto"], total_steps: int | None, explores: bool, wanted: int | None = None
+) -> int:
+    """The interval in steps, "auto" resolved; warn if it is longer than a run that explores anything.
+
+    Args:
+        interval: what the user said.
+        total_steps: of the run, if known.
+        explores: whether replicas get different values.
+        wanted: what the controller would have for "auto".
+    """
+    if total_steps is not None:
+        check_count("total_steps", total_steps)
+    if interval == "auto" and wanted is not None:
+        return wanted if total_steps is None else min(wanted, total_steps)
+    if interval == "auto":
+        if total_steps is None:
+            raise ValueError('interval="auto" needs total_steps; give total_steps, or an interval in steps')
+        return min(max(total_steps // 200, 1), 1000)
+    check_count("interval", interval)
+    if explores and total_steps is not None and interval > total_steps:
+        warn(
+            f"interval {interval} is longer than the run of {total_steps} steps: the replicas are averaged once, "
+            "at the end, and no controller acts; use a shorter interval"
+        )
+    return interval
+
+
+def check_start_step(start_step: int) -> None:
+    """Raise unless it is a number of steps."""
+    check_count("start_step", start_step, least=0)
+
+
+def check_design(design: Design) -> Design:
+    """The design, if there is one of that name."""
+    if design not in ("permutations", "orthogonal", "turns"):
+        raise ValueError(f'design must be "permutations", "orthogonal" or "turns", got {design!r}')
+    return design
+
+
+def check_rollback(rollback: Rollback) -> Rollback:
+    """The rollback, if it is one."""
+    if not isinstance(rollback, Rollback):
+        raise TypeError(f"rollback must be an hdet.Rollback, got {rollback!r}; write rollback=hdet.Rollback()")
+    return rollback
+
+
+def check_limits(limits: Limits | None) -> Limits:
+    """The limits, if they are some."""
+    if limits is not None and not isinstance(limits, Limits):
+        raise TypeError(f"limits must be an hdet.Limits, got {limits!r}; write limits=hdet.Limits(per_round=2.0)")
+    return Limits() if limits is None else limits
+
+
+def check_guard(guard: object, optimizers: Sequence[Optimizer]) -> None:
+    """Raise unless `guard` is True and every rank sees whole gradients, so that all decide alike."""
+    if guard is not True:
+        raise TypeError(f"guard must be True or False, got {guard!r}; write guard=True")
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(is_sharded(p) for p in group["params"]):
+                raise ValueError(
+                    "guard=True needs whole gradients on every rank, but they are sharded: each rank would decide by "
+                    "its own part; leave it out, and use the skipping of your GradScaler or of FSDP"
+                )
+
+
+def check_controller(controller: object) -> None:
+    """Raise unless `controller` is an object with `init` and `update`."""
+    if isinstance(controller, type) or not all(hasattr(controller, name) for name in ("init", "update", "needs_score")):
+        raise TypeError(
+            f"controller must be an object with needs_score, init() and update(), got {controller!r}; "
+            "write for example controller=hdet.Softmax()"
+        )
+
+
+def check_where(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> Where | None:
+    """Where the replicas are, if one of these says so."""
+    if mesh is None:
+        return process_group
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f'mesh must be a DeviceMesh, got {mesh!r}; write for example mesh=init_device_mesh("cuda", (2, 4), '
+            'mesh_dim_names=("replicate", "shard"))'
+        )
+    if process_group is not None:
+        raise ValueError("process_group and mesh both say where the replicas are; give one of them")
+    return mesh
+
+
+def check_followers(also: Sequence[object], on_round: Sequence[object]) -> None:
+    """Raise unless `also` holds modules and tensors, and `on_round` callables."""
+    for follower in also:
+        if not isinstance(follower, (nn.Module, Tensor)):
+            raise TypeError(f"also must hold modules or tensors, got {follower!r}; write for example also=[ema]")
+    for call in on_round:
+        if not callable(call):
+            raise TypeError(f"on_round must hold callables, got {call!r}; write for example on_round=[print]")
+
+
+def check_hyperparameters(hyperparameters: Sequence[Hyperparameter], optimizers: Sequence[Optimizer]) -> None:
+    """Raise if two hyperparameters are the same scalar or share a name, or one is not the optimizers'."""
+    taken: dict[tuple[int, int, str], str] = {}
+    names: set[str] = set()
+    for h in hyperparameters:
+        if not isinstance(h, Hyperparameter):
+            raise TypeError(
+                f"hyperparameters must hold Hyperparameter objects, got {type(h).__name__}; "
+                "write for example [hdet.learning_rate(optimizer, spread=0.1)]"
+            )
+        if h.name in names:
+            raise ValueError(f"two hyperparameters are named {h.name!r}; names must differ")
+        names.add(h.name)
+        if isinstance(h, InForward):
+            for cell in h.cells:
+                _take(taken, (id(cell.owner), 0, cell.attribute), h, f"{cell.attribute!r} of one object")
+        if isinstance(h, InGroups):
+            _take_groups(taken, h, optimizers)
+
+
+def _take_groups(taken: dict[tuple[int, int, str], str], h: InGroups, optimizers: Sequence[Optimizer]) -> None:
+    for optimizer in h.optimizers:
+        if not any(optimizer is known for known in optimizers):
+            raise ValueError(
+                f"{h.name} belongs to an optimizer that this ensemble does not know; "
+                "pass every optimizer: Ensemble([muon, adamw], ...)"
+            )
+        for number, group in enumerate(h.groups(optimizer), start=h.group or 0):
+            if h.key not in group:
+                raise ValueError(f"{type(optimizer).__name__} has no {h.key!r} in parameter group {number}")
+            _take(taken, (id(optimizer), number, h.place), h, f"{h.place!r} of parameter group {number}")
+
+
+def _take(taken: dict[tuple[int, int, str], str], place: tuple[int, int, str], h: Hyperparameter, words: str) -> None:
+    other = taken.setdefault(place, h.name)
+    if other != h.name:
+        raise ValueError(f"{h.name} and {other} both explore {words}; keep one")
+
+
+def check_gradients(
+    gradients: Gradients, explored: Sequence[Hyperparameter], model: nn.Module | None, acts: bool
+) -> None:
+    """Raise for local gradients of an unknown model, and where shared gradients leave a controller without a signal."""
+    if gradients not in ("shared", "local"):
+        raise ValueError(f'gradients must be "shared" or "local", got {gradients!r}')
+    if gradients == "local":
+        if model is None:
+            raise ValueError('gradients="local" needs model=, to stop sharing them; pass the model as you call it')
+        return
+    blind = [h.name for h in explored if h.before_reduce]
+    if blind and acts:
+        raise ValueError(
+            f"{blind[0]} acts before the gradients are shared: with shared gradients every replica gets the same "
+            'weights whatever its value, so no controller can judge it. Write Ensemble(..., gradients="local"), or '
+            "controller=hdet.Fixed() to spread it without moving it"
+        )
+
+
+def check_average_state(average_state: object, gradients: Gradients) -> None:
+    """Raise unless it is True, or False with local gradients."""
+    if not isinstance(average_state, bool):
+        raise TypeError(f"average_state must be True or False, got {average_state!r}; write average_state=False")
+    if not average_state and gradients != "local":
+        raise ValueError(
+            "average_state=False is for local gradients: with shared ones the state is equal, or must be; write "
+            'gradients="local", or leave it out'
+        )
+
+
+def check_buffers(explored: Sequence[Hyperparameter], model: nn.Module | None) -> None:
+    """Raise if DDP would overwrite explored buffers by the first replica's."""
+    held = [h.name for h in explored if isinstance(h, InForward) and h.tensors()]
+    for module in model.modules() if held and model is not None else ():
+        if isinstance(module, nn.parallel.DistributedDataParallel) and module.broadcast_buffers:
+            raise ValueError(
+                f"{held[0]} is held by a buffer, and DistributedDataParallel gives all replicas the first one's "
+                "buffers; write DistributedDataParallel(model, broadcast_buffers=False), or keep it in a plain number"
+            )
+
+
+def check_all_rates(hyperparameters: Sequence[Hyperparameter], optimizers: Sequence[Optimizer]) -> None:
+    """Raise if a rate that is found would not reach every parameter group."""
+    reached = {
+        id(group)
+        for h in hyperparameters
+        if isinstance(h, InGroups) and h.key == "lr"
+        for optimizer in h.optimizers
+        for group in h.groups(optimizer)
+    }
+    if any(id(group) not in reached for optimizer in optimizers for group in optimizer.param_groups):
+        raise ValueError(
+            "prepare() finds one rate for all parameter groups, but some are not among the hyperparameters; explore "
+            "them all: hdet.learning_rate([optimizer, ...], spread=...)"
+        )
+
+
+def check_line_search(controller: Controller, explored: Sequence[Hyperparameter]) -> None:
+    """Raise if a line search is to move something else than a learning rate."""
+    other = [h.name for h in explored if not (isinstance(h, InGroups) and h.key == "lr")]
+    if isinstance(controller, LineSearch) and other:
+        raise ValueError(
+            f"LineSearch is for learning rates, and {other[0]} is none: a round does not go proportionally farther "
+            "with it; write controller=hdet.Auto(), which uses slopes for it, or hdet.Slope()"
+        )
+
+
+def check_probe(
+    probe: object, explored: Sequence[Hyperparameter], controller: Controller, act: bool, model: nn.Module | None
+) -> None:
+    """Raise for a probe that cannot work or is missing; warn where it judges what it cannot judge."""
+    name = type(controller).__name__
+    if probe is not None and not (isinstance(probe, Probe) or callable(probe)):
+        raise TypeError(f"probe must be an hdet.Probe or a callable, got {probe!r}; write hdet.Probe(dataset, loss_fn)")
+    if isinstance(probe, Probe) and model is None:
+        raise ValueError("a Probe needs model=, the model that it scores; pass the model that you train")
+    if probe is None and explored and getattr(controller, "needs_probe", False):
+        raise ValueError(
+            f"{name} needs a probe, the same data for all replicas: write Ensemble(..., model=model, "
+            "probe=hdet.Probe(dataset, loss_fn))"
+        )
+    held_out = getattr(probe, "held_out", False)
+    blind = [h.name for h in explored if h.regulariser]
+    if blind and act and not held_out and not isinstance(controller, Fixed):
+        warn(
+            f"{blind[0]} is a regulariser: judged on training data it runs to no regularisation at all; judge it with "
+            "probe=hdet.Probe(held_out_dataset, loss_fn, held_out=True)"
+        )
+
+
+def check_model(model: object, optimizers: Sequence[Optimizer]) -> None:
+    """Raise unless `model` is None or a module that holds some of the optimizers' parameters."""
+    if model is None:
+        return
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass the module you train")
+    trained = {id(p) for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]}
+    if not any(id(p) in trained for p in model.parameters()):
+        raise ValueError(
+            f"model must be the one that the optimizer trains, got a {type(model).__name__} that shares no "
+            "parameter with it; pass the module whose parameters() went into the optimizer"
+        )
+
+
+def check_wrapper(model: nn.Module | None, where: Where | None) -> None:
+    """Raise for a wrapper that does not know the replicas of one process: each would keep its gradients to itself."""
+    replicas = find_replicas(where)
+    if replicas.wrapping_broadcasts or replicas.size == 1 or model is None:
+        return
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "DistributedDataParallel does not share gradients among the replicas of hdet.in_process; write "
+            "hdet.data_parallel(model), which does, there and under torchrun"
+        )
+
+
+def check_can_diverge(optimizers: Sequence[Optimizer]) -> None:
+    """Raise where replicas cannot hold different weights, or must not take different steps."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, optim.LBFGS):
+            raise ValueError(
+                "LBFGS cannot be used with a spread: its line search branches on each replica's own loss, so "
+                "replicas would run backward a different number of times and hang; use spread 0 or another optimizer"
+            )
+        if is_a("ZeroRedundancyOptimizer", optimizer):
+            raise ValueError(
+                "ZeroRedundancyOptimizer cannot be used with a spread: one rank steps each parameter for all, "
+                "so replicas cannot diverge; use the plain optimizer, or spread 0"
+            )

@@ -1,0 +1,101 @@
+"""What is accepted but has no effect, or not the one that it seems to have: a warning that says what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hdet._explore.hyperparameter import Hyperparameter
+from hdet._explore.in_forward import InForward
+from hdet._explore.in_groups import InGroups
+from hdet._phases.outer_step_of import OuterStep
+from hdet._user_warning import warn
+from hdet.controllers import Controller, Fixed, LineSearch, Plan, Softmax
+
+
+def warn_without_effect(
+    controller: Controller, searches: bool, act: bool, explores: bool, interval: int, total_steps: int | None
+) -> None:
+    """Warn of arguments that change nothing, with what to do; `searches` if somebody has asked for a line search."""
+    name = type(controller).__name__
+    problem = None
+    if (controller.needs_score or searches) and not explores:
+        problem = f"{name} has no effect, as nothing is explored: give a hyperparameter a spread"
+    elif not act and isinstance(controller, Fixed):
+        problem = "act=False has no effect without a controller that moves something: pass one, or leave act out"
+    elif isinstance(controller, Softmax) and total_steps is not None:
+        last = last_acting_step(interval, total_steps)
+        if last == 0 or controller.warmup_steps > last:
+            problem = (
+                f"{name} never acts: the last round that it could act on ends at step {last}, before its "
+                f"{controller.warmup_steps} warm-up steps are over; use a shorter warm-up or interval"
+            )
+    if problem is not None:
+        warn(problem)
+
+
+def warn_of_probe(controller: Controller, probe: object, wants: Plan, local: bool, tail_average: float) -> None:
+    """Warn of a probe that nobody reads, and of a line search where replicas do not lie on a line."""
+    problem = None
+    if probe is not None and isinstance(controller, Fixed) and not tail_average:
+        problem = "the probe costs time and Fixed does not read it: leave it out, or choose another controller"
+    elif local and wants.needs_line:
+        problem = (
+            "the line search is for shared gradients: with local ones the replicas of a round do not lie on a line; "
+            "use controller=hdet.Slope()"
+        )
+    if problem is not None:
+        warn(problem)
+
+
+def warn_of_bases(explored: Iterable[Hyperparameter]) -> None:
+    """Warn of what stays the same on all replicas, as every multiple of it is the same."""
+    explored = list(explored)
+    off: dict[str, list[bool]] = {}  # of momenta and decays; a rate of 0 may be the start of a schedule
+    for h in explored:
+        if isinstance(h, InGroups) and h.key != "lr":
+            off.setdefault(h.place, []).extend(not h.steered(float(base)) for base in h.bases())
+    for place, each in off.items():
+        if all(each):
+            warn(
+                f"{place} is off or at its bound now in every parameter group, where every multiple of it is the same: "
+                "it is not explored; begin with another value, or leave it out of the hyperparameters"
+            )
+    for h in explored:
+        bases = [float(base) for base in h.bases()] if isinstance(h, InForward) else []
+        if bases and not any(h.steered(base) for base in bases):
+            warn(
+                f"{h.name} is {bases[0]:g}, at its bound: in the {h.coordinate} coordinate every replica has the same "
+                f'value, so it is not explored; begin within {h.bounds}, or write coordinate="linear"'
+            )
+
+
+def warn_of_two_replicas(controller: Controller, wants: Plan, names: Iterable[str], rates: Iterable[str]) -> None:
+    """Warn of a line search that two replicas are too few for: of one among several, whose others move too."""
+    searched = list(names if isinstance(controller, LineSearch) else rates)
+    if wants.needs_line and len(searched) > 1:
+        warn(
+            f"a line search of each of {len(searched)} hyperparameters needs three replicas, and there are two: they "
+            "stay where they are; explore one joint learning rate, use controller=hdet.Slope(), or start more replicas"
+        )
+
+
+def warn_of_outer_step(outer: OuterStep, interval: int, total_steps: int | None) -> None:
+    """Warn of an outer step that is never taken."""
+    if outer.active and total_steps is not None and interval >= total_steps:
+        warn(
+            f"outer_step={outer.given} has no effect: the only round, of {total_steps} steps, is the last one, whose "
+            "way is taken whole; use a shorter interval, for example 10"
+        )
+
+
+def warn_not_prepared() -> None:
+    """Warn that a rate was to be found before the first step."""
+    warn(
+        "Auto finds the learning rate before the first step in a long run or with one replica, but prepare() was not "
+        "called: call ensemble.prepare(step_fn); or, if you know the rate, write controller=hdet.Auto(finds=False)"
+    )
+
+
+def last_acting_step(interval: int, total_steps: int) -> int:
+    """The end of the last full round that is followed by another step: 0 if there is none."""
+    return (total_steps - 1) // interval * interval

@@ -1,0 +1,143 @@
+"""What all phases of an ensemble share: what it was given, where the run is, its tensors and its values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from torch import Tensor, nn
+
+from hdet._explore.values import Values
+from hdet._find_lr.found_rate import FoundRate
+from hdet._replicas import Replicas
+from hdet._replicas.agreement import settle
+from hdet._replicas.fingerprint import Claims
+from hdet._run.rounds import Position, Rounds
+from hdet._run.settings import Settings
+from hdet._tensors.tensors import Tensors
+from hdet._tensors.warm_init import take_noise
+from hdet.controllers import Steering
+
+
+class Data(Enum):
+    """Whether this replica has data."""
+
+    EVEN = auto()
+    """As many as all others."""
+    UNEVEN = auto()
+    """Within `join()`: some replicas may have fewer."""
+    ENDED = auto()
+    """Within `join()`: no more."""
+
+
+class Run:
+    """One run of one ensemble, seen from one replica.
+
+    Args:
+        settings: what the ensemble was given.
+        also: what follows the weights.
+        start_step: optimizer steps that were taken before.
+
+    Attributes:
+        data: whether this replica has data.
+        found: what a search before the first step has found.
+        clock: when this round began, by `time.perf_counter()`.
+        last_checkpoint: where the run can be resumed from, for errors that end it.
+        resumed: whether it goes on from a saved state.
+    """
+
+    def __init__(self, settings: Settings, also: Sequence[nn.Module | Tensor], start_step: int) -> None:
+        given = self.settings = settings
+        explorable = given.hyperparameters
+        self.tensors = Tensors(given.optimizers, given.model, also, explorable, given.local, not given.average_state)
+        self.steering = Steering(given.controller, [h.name for h in explorable], given.act, given.limits)
+        self.rounds = Rounds(
+            explorable, given.interval, given.total_steps, given.seed, given.where,
+            design=given.design, until=given.plan.until, local=given.local,
+        )  # fmt: skip
+        self.rounds.start_from(start_step)
+        self.values = Values(given.optimizers, explorable)
+        self.data = Data.EVEN
+        self.found: FoundRate | None = None
+        self.clock = time.perf_counter()
+        self.last_checkpoint: str | None = None
+        self.resumed = False
+        self._agreed = self.replicas.ranks.size > 1
+
+    @property
+    def at(self) -> Position:
+        """Where it is."""
+        return self.rounds.at
+
+    @property
+    def replicas(self) -> Replicas:
+        """Who the replicas are."""
+        return self.rounds.replicas
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """The factor on each hyperparameter's schedule, by name: center = base * scale."""
+        scales = self.steering.scales
+        return dict.fromkeys(scales, 1.0) if self.at.closed else scales
+
+    def write_values(self) -> None:
+        """What this replica trains with from the next step on."""
+        self.values.set(self.scales, self.rounds.multipliers)
+
+    # Whether the replicas hold the same
+
+    @property
+    def equal(self) -> bool:
+        """Whether they are known to hold the same weights."""
+        return not self.rounds.diverges or (self.at.equal and not self.values.fan_out.steps)
+
+    @property
+    def mid_round(self) -> bool:
+        """Whether a round is under way, in which the replicas hold different weights."""
+        at = self.at
+        begun = (at.step_in_round > 0 and not at.equal) or self.values.fan_out.steps > 0
+        return begun and not at.finished and self.rounds.diverges
+
+    @property
+    def replicas_differ(self) -> bool:
+        """Whether what replicas hold is their own: weights in mid-round, and optimizer state that is not averaged."""
+        at = self.at
+        if at.step == 0:
+            self.note_noise()
+        own_state = not self.settings.average_state and at.step > 0 and not at.finished
+        return self.mid_round or own_state or (at.noisy and self.rounds.diverges)
+
+    def note_noise(self) -> None:
+        """Before the first step: see whether a warm initialisation has made the replicas different."""
+        noisy = take_noise(self.settings.model, self.tensors.trained())
+        if noisy:
+            self.tensors.set_noisy(noisy)
+            self.rounds.begin_noisy()
+
+    def forget_noise(self) -> None:
+        """The weights are loaded, or are the same on all replicas: whatever noise was given to them is gone."""
+        take_noise(self.settings.model, self.tensors.trained())
+        self.tensors.set_noisy(())
+
+    # What all replicas must agree on
+
+    def claims(self) -> Claims:
+        """What must be the same on all replicas before the first step."""
+        return self.settings.claims(self.replicas.size, self.at.step, self.tensors.followers_whole())
+
+    def agree(self) -> None:
+        """Compare it, if there were no replicas yet when the ensemble was made. Collective then."""
+        if not self._agreed and self.replicas.ranks.size > 1:
+            settle(self.replicas, "the first step of hdet.Ensemble", self.claims())
+            self._agreed = True
+
+    def diverged(self, what: str) -> RuntimeError:
+        """The error that ends the run."""
+        place = (
+            f" from {self.last_checkpoint}" if self.last_checkpoint else ", from your last checkpoint if there is one"
+        )
+        return RuntimeError(
+            f"the run has diverged: {what} at step {self.at.step}. Begin again with a lower learning rate"
+            f"{place}, or let it recover by itself: rollback=hdet.Rollback(); hdet.find_lr finds a rate beforehand"
+        )

@@ -1,1 +1,0 @@
-"""What must be the same on all replicas before the first step."""

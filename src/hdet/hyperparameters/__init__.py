@@ -1,1 +1,0 @@
-"""What can be explored: one scalar, where it lives, its coordinate and bounds."""
