@@ -28,19 +28,21 @@ KEY = ("task", "active", "peak_lr", "seed")
 def run(about: dict) -> dict:
     """One run of `Auto` with that part, in this process."""
     from hdet import Auto, LineSearch, find_lr  # noqa: PLC0415
-    from hdet.lab import finder, setup, start  # noqa: PLC0415
+    from hdet_lab import ensemble_from_options, finder, run_start  # noqa: PLC0415
 
-    part, made, short = about["active"], setup.make_controller, Auto.short
+    part, made, short = about["active"], ensemble_from_options.make_controller, Auto.short
     if part in SEARCHES:
         finder.find_lr = lambda *given, **named: find_lr(*given, **{**named, "total_steps": SEARCHES[part]})
     else:
         Auto.short, search = 1000, LineSearch(active=part)
-        start.Auto = functools.partial(Auto, short=1000)
-        setup.make_controller = lambda *given: dataclasses.replace(made(*given), line_search=search, short=1000)
+        run_start.Auto = functools.partial(Auto, short=1000)
+        ensemble_from_options.make_controller = lambda *given: dataclasses.replace(
+            made(*given), line_search=search, short=1000
+        )
     try:
         row = one({"size": "standard", "optimizer": "adamw", "method": "auto", **about})
     finally:
-        finder.find_lr, setup.make_controller, start.Auto, Auto.short = find_lr, made, Auto, short
+        finder.find_lr, ensemble_from_options.make_controller, run_start.Auto, Auto.short = find_lr, made, Auto, short
     return {key: row[key] for key in (*KEY, "held_out", "steps", "cpu_seconds")}
 
 

@@ -48,7 +48,7 @@ def lab(name: str, title: str, command: list[str], left: str, *options: str) -> 
     """Run a command of the lab, or what is missing of it; its table in a dated file."""
     folder = RUNS / name
     command = [*command, "--seeds", str(SEEDS), "--folder", str(folder), *options]
-    told = subprocess.run([sys.executable, "-m", "hdet.lab", *command], stdout=subprocess.PIPE, text=True, check=True)
+    told = subprocess.run([sys.executable, "-m", "hdet_lab", *command], stdout=subprocess.PIPE, text=True, check=True)
     how = f"Written by `python benchmarks/evidence.py`, which ran `hdet {shlex.join(command)}`."
     written = HERE / "results" / f"{name}-{DATE}.md"
     written.write_text(f"{header(title, how, list(range(SEEDS)))}```\n{told.stdout.strip()}\n```\n")

@@ -18,7 +18,7 @@ import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet._phases.rollback.alarm import Alarm
-from hdet.lab.tasks import make
+from hdet_lab.tasks import make
 
 RESULTS = Path(__file__).parent / "results" / "false-alarms.jsonl"
 BEST = {

@@ -35,8 +35,8 @@ def known() -> list[dict]:
 def search(task: str, optimizer: str, seed: int, start: float) -> dict:
     """One search, in this process."""
     import hdet  # noqa: PLC0415
-    from hdet.lab.finder import find  # noqa: PLC0415
-    from hdet.lab.options import RunOptions  # noqa: PLC0415
+    from hdet_lab.finder import find  # noqa: PLC0415
+    from hdet_lab.options import RunOptions  # noqa: PLC0415
 
     options = RunOptions(
         task, size="long", seed=seed, optimizer=optimizer, peak_lr=start, replicas=1, controller="auto"

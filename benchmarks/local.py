@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from hdet.lab.launch import launch, prepare
-from hdet.lab.options import RunOptions
-from hdet.lab.worker import Job
+from hdet_lab.launch import launch, prepare
+from hdet_lab.options import RunOptions
+from hdet_lab.worker import Job
 
 RESULTS = Path(__file__).parent / "results"
 OURS = "HDET_NAMESPACE"

@@ -130,7 +130,7 @@ def days(day: int, strength: float, optimizer: str, seed: int) -> dict[str, Any]
 
 def flights(optimizer: str, seed: int, probes: int) -> dict[str, Any]:
     """The long size; `probes` global batches times 4 to score on."""
-    from hdet.lab.tasks import TASKS  # noqa: PLC0415
+    from hdet_lab.tasks import TASKS  # noqa: PLC0415
 
     task = TASKS["flights"]("long", seed)
 

@@ -49,8 +49,8 @@ def search(task: str, optimizer: str, seed: int, start: str) -> dict[str, dict]:
     import hdet  # noqa: PLC0415
     from hdet._find_lr.decisions import Coarse  # noqa: PLC0415
     from hdet._find_lr.trial import Bench  # noqa: PLC0415
-    from hdet.lab.options import RunOptions  # noqa: PLC0415
-    from hdet.lab.setup import make_probe  # noqa: PLC0415
+    from hdet_lab.ensemble_from_options import make_probe  # noqa: PLC0415
+    from hdet_lab.options import RunOptions  # noqa: PLC0415
 
     peak_lr = float(f"{BEST[task, optimizer] * STARTS[start]:.6g}")
     options = RunOptions(

@@ -77,7 +77,7 @@ def one(run: dict, steps: int | None = None) -> dict:
     import torch  # noqa: PLC0415
 
     from hdet import Auto  # noqa: PLC0415
-    from hdet.lab.options import RunOptions  # noqa: PLC0415
+    from hdet_lab.options import RunOptions  # noqa: PLC0415
 
     torch.set_num_threads(1)
     method = METHODS[run["method"]]
@@ -104,7 +104,7 @@ def _trained(method: Method, options: Any) -> tuple[dict, list]:
     from peers.population import population  # noqa: PLC0415
 
     import hdet  # noqa: PLC0415
-    from hdet.lab.folder import read_lines  # noqa: PLC0415
+    from hdet_lab.folder import read_lines  # noqa: PLC0415
 
     if method.kind == "population":
         return population(options, method.argument), []
@@ -128,8 +128,8 @@ def _trained(method: Method, options: Any) -> tuple[dict, list]:
 
 
 def _train(method: Method, options: Any, folder: Path, length: int, recipe: Any = None, **changes: Any) -> dict:
-    from hdet.lab.recipe import ONE_CYCLE  # noqa: PLC0415
-    from hdet.lab.train import train  # noqa: PLC0415
+    from hdet_lab.recipe import ONE_CYCLE  # noqa: PLC0415
+    from hdet_lab.train import train  # noqa: PLC0415
 
     options = options.replace(evaluate_every=max(_LEAST, length // _EVALUATIONS), **changes)
     result = train(options, folder, recipe or ONE_CYCLE)

@@ -38,8 +38,8 @@ def one(run: dict) -> dict:
     import torch  # noqa: PLC0415
 
     import hdet  # noqa: PLC0415
-    from hdet.lab.options import RunOptions  # noqa: PLC0415
-    from hdet.lab.train import train  # noqa: PLC0415
+    from hdet_lab.options import RunOptions  # noqa: PLC0415
+    from hdet_lab.train import train  # noqa: PLC0415
 
     torch.set_num_threads(1)
     method = {"controller": "none"}

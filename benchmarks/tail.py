@@ -59,7 +59,7 @@ def lab(name: str, optimizer: str, rate: float, seed: int) -> dict:
     """One run of a task of the lab at the long size."""
     from torch.optim.lr_scheduler import OneCycleLR  # noqa: PLC0415
 
-    from hdet.lab.tasks import TASKS  # noqa: PLC0415
+    from hdet_lab.tasks import TASKS  # noqa: PLC0415
 
     task = TASKS[name]("long", seed)
     model = task.model()

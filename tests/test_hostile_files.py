@@ -26,9 +26,9 @@ from made_up_runs import make_records, write_run
 from hdet._report.page import run_data
 from hdet._report.run import Run
 from hdet._report.watch import Watch
-from hdet.lab import summary
-from hdet.lab.cli import main
 from hdet.records.json_lines import to_line
+from hdet_lab import summary
+from hdet_lab.cli import main
 
 STEPS, SAVED = 6, 4  # of the run, and of the last checkpoint that `resume` finds
 SECONDS = 20.0  # for one command on a busy machine; each takes a fraction of one
@@ -598,7 +598,7 @@ def test_names_are_shown_and_not_obeyed(tmp_path, trained):
     shutil.copytree(trained[0], folder)
     rename(folder, [ANSI, "größe", "\ud800"])
     inserted(b"\x1b[31mred")(folder)
-    command = [sys.executable, "-m", "hdet.lab", "report", str(folder)]
+    command = [sys.executable, "-m", "hdet_lab", "report", str(folder)]
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, env=environment, timeout=100, check=True)
     assert rb"\x1b[2J" in done.stdout
@@ -726,7 +726,7 @@ def test_processes_resume_as_threads_do(trained, tmp_path):
     shutil.copytree(trained[1], folder)
     for kind in kinds:
         kind.spoil(folder)
-    command = [sys.executable, "-m", "hdet.lab", "resume", str(folder)]
+    command = [sys.executable, "-m", "hdet_lab", "resume", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200, check=False)
     assert done.returncode == 0, done.stderr

@@ -258,7 +258,7 @@ def digits_under_ddp():
     """The real task with BatchNorm, under DDP's default, which gives every replica rank 0's statistics: what the record
     says, and the loss of this replica's weights on the same samples, by a twin outside DDP.
     """
-    from hdet.lab.tasks import make as make_task
+    from hdet_lab.tasks import make as make_task
 
     rank, task = dist.get_rank(), make_task("digits", "smoke", 0)
     model = DistributedDataParallel(task.model())

@@ -17,7 +17,7 @@ from peers.range_test import suggest
 from quality_methods import METHODS, one
 from torch.optim import lr_scheduler
 
-from hdet.lab.options import RunOptions
+from hdet_lab.options import RunOptions
 
 STEPS = 20  # of `quality.py --smoke`, on digits: with BatchNorm all methods but a population have four replicas
 CLASSES = {

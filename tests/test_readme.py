@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from hdet.lab.cli import main
-from hdet.lab.options import CONTROLLERS
+from hdet_lab.cli import main
+from hdet_lab.options import CONTROLLERS
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

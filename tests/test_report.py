@@ -24,8 +24,8 @@ from hdet._report import pictures
 from hdet._report.page import page, run_data
 from hdet._report.run import Run
 from hdet._report.watch import Watch
-from hdet.lab.cli import main
 from hdet.records.json_lines import strict, to_line
+from hdet_lab.cli import main
 
 UPLOT = {  # version 1.6.32, from npm
     "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
@@ -393,7 +393,7 @@ def test_a_thousand_replicas_are_shown_by_quantiles(browser, tmp_path):
 def test_watch_shows_new_rounds_within_two_seconds_and_says_when_the_run_ends(browser, tmp_path):
     folder = tmp_path / "live"
     folder.mkdir()
-    command = [sys.executable, "-m", "hdet.lab", "watch", str(folder)]
+    command = [sys.executable, "-m", "hdet_lab", "watch", str(folder)]
     watch = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     url = re.search(r"http://127\.0\.0\.1:\d+/", watch.stdout.readline())[0]
     seen = Page(browser, url)

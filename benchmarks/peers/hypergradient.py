@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from hdet.lab.options import RunOptions
-from hdet.lab.recipe import Recipe
-from hdet.lab.tasks import Task
+from hdet_lab.options import RunOptions
+from hdet_lab.recipe import Recipe
+from hdet_lab.tasks import Task
 
 ADDITIVE_BETA = {"adamw": 1e-7, "sgd": 1e-3}
 RELATIVE_BETA = 0.02

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
 
 from hdet import find_replicas
-from hdet.lab.options import RunOptions
-from hdet.lab.recipe import Recipe
-from hdet.lab.tasks import Task
+from hdet_lab.options import RunOptions
+from hdet_lab.recipe import Recipe
+from hdet_lab.tasks import Task
 
 
 class Prodigy(Recipe):

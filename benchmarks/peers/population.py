@@ -23,8 +23,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet.lab.options import RunOptions
-from hdet.lab.tasks import Batch, Task
+from hdet_lab.options import RunOptions
+from hdet_lab.tasks import Batch, Task
 
 MEMBERS, SPREAD = 4, 10.0
 _PERTURBATIONS = (0.8, 1.2)

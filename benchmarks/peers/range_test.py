@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 
 from hdet import data_parallel, find_replicas
-from hdet.lab.options import RunOptions
-from hdet.lab.tasks import Task
+from hdet_lab.options import RunOptions
+from hdet_lab.tasks import Task
 
 LOWEST, HIGHEST, STEPS = 1e-7, 10.0, 100
 _SMOOTH, _DIVERGED = 0.98, 4.0

@@ -8,18 +8,12 @@ import warnings
 
 import torch
 
-_HERE = os.path.dirname(__file__) + os.sep
-_INSIDE = (_HERE, os.path.dirname(torch.__file__) + os.sep, "<")
-_LAB = os.path.join(_HERE, "lab", "")
+_INSIDE = (*(os.path.dirname(path) + os.sep for path in (__file__, torch.__file__)), "<")
 
 
 def warn(text: str) -> None:
     """Warn of something in the first line, going outwards, that is neither in here nor in torch."""
     frame, level = sys._getframe(1), 2
-    while frame is not None and _is_inside(frame.f_code.co_filename):
+    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame, level = frame.f_back, level + 1  # type: ignore[assignment]
     warnings.warn(text, stacklevel=level)
-
-
-def _is_inside(path: str) -> bool:
-    return path.startswith(_INSIDE) and not path.startswith(_LAB)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
-import threading
 import time
 from typing import Any, TextIO
 
@@ -13,6 +11,7 @@ import torch.distributed as dist
 
 from hdet.records.record import RoundRecord
 from hdet.records.sink import writes
+from hdet.records.terminal import tqdm_class
 
 
 class Progress:
@@ -55,7 +54,7 @@ class Progress:
             print(f"hdet: {_where(record)}, {describe(record)}", file=file, flush=True)
 
     def _redraw(self, record: RoundRecord, file: TextIO) -> None:
-        tqdm = _tqdm()
+        tqdm = tqdm_class()
         if tqdm is None:
             print(
                 f"\r\x1b[2K{_where(record)}, {describe(record)}"[:200],
@@ -110,12 +109,3 @@ def _decisions(record: RoundRecord, rate: str | None) -> list[str]:
 def _where(record: RoundRecord) -> str:
     of = "" if record.total_steps is None else f"/{record.total_steps}"
     return f"round {record.round}, step {record.step}{of}"
-
-
-def _tqdm() -> Any:
-    try:
-        tqdm = importlib.import_module("tqdm").tqdm
-    except ModuleNotFoundError:
-        return None
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore that outlives a replica that is killed
-    return tqdm

@@ -1,9 +1,11 @@
-"""Text on a terminal. What comes from a file is shown there, never obeyed."""
+"""Text and bars on a terminal. Text that comes from a file is shown there, never obeyed."""
 
 from __future__ import annotations
 
+import importlib
 import sys
-from typing import TextIO
+import threading
+from typing import Any, TextIO
 
 
 def say(text: str, file: TextIO | None = None) -> None:
@@ -21,3 +23,16 @@ def printable(text: str, encoding: str = "utf-8") -> str:
     if not text.isprintable():
         text = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
     return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def tqdm_class() -> Any:
+    """tqdm's bar, or None where tqdm is not installed.
+
+    Its lock becomes one of this process: tqdm's own is a semaphore that outlives a replica which is killed.
+    """
+    try:
+        tqdm = importlib.import_module("tqdm").tqdm
+    except ModuleNotFoundError:
+        return None
+    tqdm.set_lock(threading.RLock())
+    return tqdm

@@ -1,0 +1,201 @@
+"""From options to an ensemble: what is explored, by which controller, judged by which probe."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdet import (
+    Auto,
+    Ensemble,
+    Fixed,
+    FoundRate,
+    Hyperparameter,
+    LineSearch,
+    Nesterov,
+    Plan,
+    Probe,
+    RoundRecord,
+    Scalar,
+    Slope,
+    Softmax,
+    dropout,
+    learning_rate,
+    momentum,
+    scalar,
+    weight_decay,
+)
+from hdet_lab.errors import LabError
+from hdet_lab.options import RunOptions
+from hdet_lab.tasks import Batch, Task
+
+_PROBE_BATCHES = 4  # global batches in a probe
+
+
+def make_probe(options: RunOptions, task: Task) -> Probe:
+    """Four global batches, drawn anew for each round; held-out ones where a regulariser is explored.
+
+    Those are of one half of the held-out data, and such a run reports its loss on the other half.
+    """
+    held_out = options.probes_held_out
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return task.loss(model, batch)
+
+    return Probe(lambda index: task.probe(index, held_out), loss, held_out=held_out)
+
+
+def charged_steps(options: RunOptions, task: Task, model: nn.Module, found: FoundRate | None) -> int:
+    """What is left of the task's steps when finder and probes have been paid: a forward pass is a third of a step.
+
+    In a round every replica scores its own weights on the whole probe, and all together those it began with. How long
+    rounds are depends on the length of the run: the one that is left is paid, not the one that is asked for.
+    """
+    if not options.probes:
+        return task.steps
+    left = float(task.steps)
+    if found is not None:
+        left -= found.steps + found.samples / 3 / task.global_batch
+        if left < 1:
+            raise LabError(
+                f"finding the rate costs all of the {task.steps} steps; take a longer run, or leave --charge out"
+            )
+    steps = max(1, math.floor(left))
+    while True:  # shorter runs have shorter rounds, so this only ever falls
+        plan: Plan = make_controller(options, steps, found is not None).plan(list(options.explored()), steps)
+        wanted = plan.tail_average if any(options.explored().values()) else 0.0
+        part = wanted if options.tail_average is None else options.tail_average
+        end = Ensemble.probes_at_end(part, make_probe(options, task), model) * _PROBE_BATCHES / 3
+        if left - end < 1:
+            raise LabError(
+                f"what is compared when the run ends costs all of the {task.steps} steps; take a longer run, or leave "
+                "--charge or --tail-average out"
+            )
+        paid = max(1, math.floor((left - end) / (1 + _probing(options, plan, steps))))
+        if paid >= steps:
+            return steps
+        steps = paid
+
+
+def _probing(options: RunOptions, plan: Plan, steps: int) -> float:
+    """What the probes of the rounds cost for each step of the run, in steps. Without exploring there are none."""
+    part = max((plan.until.get(name, steps) for name in options.explored()), default=0) / steps
+    own = plan.interval or min(max(steps // 200, 1), 1000)
+    interval = min(own, steps) if options.interval == "auto" else options.interval
+    return part * (options.replicas + 1) * _PROBE_BATCHES / 3 / interval
+
+
+def make_smoothing(options: RunOptions) -> Scalar:
+    """The label smoothing that the training loss reads."""
+    spread = options.explored().get("label_smoothing", 0.0)
+    return scalar("label_smoothing", options.label_smoothing, bounds=(0.0, 0.9), regulariser=True, **_ladder(spread))
+
+
+def make_ensemble(
+    options: RunOptions,
+    task: Task,
+    steps: int,
+    found: bool,
+    model: nn.Module,
+    optimizer: Optimizer,
+    smoothing: Scalar,
+    on_round: Sequence[Callable[[RoundRecord], object]],
+) -> Ensemble | None:
+    """What makes the replicas fan out and converge; None for the plain schedule.
+
+    Args:
+        options: the run.
+        task: its task.
+        steps: how long it is.
+        found: whether its rate was found before.
+        model: the model.
+        optimizer: its optimizer.
+        smoothing: the label smoothing.
+        on_round: sinks for its records.
+    """
+    if not options.fans_out:
+        return None
+    return Ensemble(
+        optimizer,
+        _hyperparameters(options, model, optimizer, smoothing),
+        total_steps=steps,
+        interval=options.interval,
+        controller=make_controller(options, steps, found),
+        probe=make_probe(options, task) if options.probes else None,
+        gradients=options.gradients,
+        outer_step=make_outer_step(options),
+        tail_average=options.tail_average,
+        average_state=options.average_state,
+        model=model,
+        seed=options.seed,
+        on_round=on_round,
+    )
+
+
+def make_outer_step(options: RunOptions) -> float | Nesterov | None:
+    """What is made of a round's way; None for what the controller wants."""
+    if options.outer_momentum is None:
+        return options.outer_step
+    default = Nesterov()
+    return Nesterov(default.lr if options.outer_step is None else options.outer_step, options.outer_momentum)
+
+
+def make_controller(options: RunOptions, steps: int, found: bool = False) -> Any:
+    """The controller of that name.
+
+    A rate that `Auto` has found it also keeps, be the run that is left after that as short as those in which it would
+    search along the way.
+    """
+    if options.controller == "softmax":
+        warmup = steps // 3 if options.warmup_steps is None else options.warmup_steps
+        return Softmax(temperature=options.temperature, warmup_steps=warmup)
+    if options.controller == "auto":
+        short = min(Auto.short, steps - 1) if found else Auto.short
+        return Auto(finds=False, short=short)  # it is found before the schedule is made
+    kinds: dict[str, type[Any]] = {"fixed": Fixed, "line_search": LineSearch, "slope": Slope}
+    return kinds[options.controller]()
+
+
+def _hyperparameters(
+    options: RunOptions, model: nn.Module, optimizer: Optimizer, smoothing: Scalar
+) -> list[Hyperparameter]:
+    per_group = options.task == "flights" and not options.probes if options.per_group is None else options.per_group
+    found: list[Any] = []
+    for name, spread in options.explored().items():
+        ladder = _ladder(spread)
+        if name == "learning_rate":
+            found += (
+                learning_rate(optimizer, per_group=True, **ladder)
+                if per_group
+                else [learning_rate(optimizer, **ladder)]
+            )
+        elif name == "weight_decay":
+            found += _listed(weight_decay(optimizer, **ladder))
+        elif name in ("momentum", "beta2"):
+            found += _listed(momentum(optimizer, beta=2 if name == "beta2" else 1, **ladder))
+        elif name == "dropout":
+            found.append(dropout(model, **ladder))
+        else:
+            found.append(smoothing)
+    return found
+
+
+def _listed(found: Any) -> list[Any]:
+    return found if isinstance(found, list) else [found]
+
+
+def _ladder(spread: float) -> dict[str, Any]:
+    return {"spread": spread, "ladder": "linear" if spread < 1 else "log"}
+
+
+def device() -> torch.device:
+    """This process's GPU, where there are any."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

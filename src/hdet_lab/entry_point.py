@@ -1,0 +1,44 @@
+"""The command `hdet` until torch is imported, which takes seconds: Ctrl-C during them is not an error.
+
+Neither this module nor the package's `__init__` imports torch or hdet. Read on in `cli.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+from hdet_lab.version import hdet_version
+
+_SIGNALS = 128  # exit codes above it are those of signals
+
+
+def main() -> int:
+    """The exit code of `hdet_lab.cli.main`.
+
+    A command that was stopped ends at once: taking torch apart takes as long as a short run.
+    """
+    if sys.argv[1:] == ["--version"]:
+        print(f"hdet {hdet_version()}")
+        return 0
+    before = signal.signal(signal.SIGINT, _stop)
+    from hdet_lab.cli import main as command  # noqa: PLC0415
+
+    signal.signal(signal.SIGINT, before)
+    code = command()
+    if code > _SIGNALS:
+        from hdet_lab.launch import end_server  # noqa: PLC0415
+
+        end_server()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """End at once. An exception in the middle of an import may come out as any other error; nothing is open yet."""
+    os.write(2, b"\nhdet: stopped\n")
+    os._exit(130)
