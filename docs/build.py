@@ -23,10 +23,7 @@ COPIED = (
     "benchmarks/results/*.md", "benchmarks/results/*.png",
 )  # fmt: skip
 SECTIONS = {
-    "Training": (
-        "Ensemble", "OneCycleAutoLR", "Averaging", "Nesterov", "Safety", "Rollback", "Limits", "LostReplicaError",
-        "warm_init",
-    ),
+    "Training": ("Ensemble", "OneCycleAutoLR", "Nesterov", "Rollback", "Limits", "LostReplicaError", "warm_init"),
     "What is explored": (
         "learning_rate", "weight_decay", "momentum", "dropout", "attribute", "scalar", "Scalar", "Hyperparameter",
     ),
@@ -67,7 +64,7 @@ def reference() -> str:
     if set(listed) != public or len(listed) != len(public):
         raise SystemExit(f"docs/build.py: put each public name into SECTIONS once: {set(listed) ^ public or listed}")
     sections = {title: [_place(name) for name in names] for title, names in SECTIONS.items()}
-    sections["Trackers"] = [f"hdet.records.trackers.{name}" for name in hdet.records.trackers.__all__]
+    sections["Trackers"] = [f"hdet.records.trackers.{name}" for name in hdet.trackers.__all__]
     sections["Integrations"] = [f"hdet.integrations.{name}" for name in INTEGRATIONS]
     about = "Everything public. `import hdet` is enough: each name is `hdet.NAME`; integrations have their own modules."
     text = ["# API", "", about, ""]
