@@ -49,7 +49,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=options.steps)
     ensemble = hdet.Ensemble(
         optimizer, [hdet.learning_rate(optimizer, spread=0.3)], total_steps=options.steps, interval=20,
-        model=model, mesh=mesh, gradients=options.gradients,
+        model=model, replicas=mesh, gradients=options.gradients,
     )  # fmt: skip
     for step in range(options.steps):
         chosen = torch.randperm(1200, generator=torch.Generator().manual_seed(step))[:96][RANK::RANKS]

@@ -49,8 +49,7 @@ def main() -> None:
         total_steps=options.steps,
         interval=options.interval,
         gradients="local",
-        outer_step=hdet.Nesterov(lr=0.7, momentum=0.5),
-        average_state=False,
+        averaging=hdet.Averaging(outer_step=hdet.Nesterov(lr=0.7, momentum=0.5), state=False),
         model=model,
     )
     for step in range(options.steps):

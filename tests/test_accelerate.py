@@ -87,7 +87,7 @@ def compare(folder, accumulation, prepare_optimizer):
 
 def keep_own_state(folder):
     """At a round's end, where replicas hold the same weights and optimizer states of their own."""
-    own = {"gradients": "local", "average_state": False}
+    own = {"gradients": "local", "averaging": hdet.Averaging(state=False)}
     _, whole, saved = train(folder, 1, True, save=8, options=own)
     _, ended, _ = train(folder, 1, True, resume=saved, options=own)
     assert all(torch.equal(ended[name], whole[name]) for name in whole)

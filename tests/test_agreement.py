@@ -60,6 +60,9 @@ def ensemble(*, net=None, kind=optim.AdamW, groups=1, spread=0.3, explored=None,
 
 def one_cycle(max_lr=1e-3, **options):
     o = optim.SGD(Net().parameters(), lr=0.1)
+    if options.get("last_epoch", -1) > 0:  # as a loaded state would have it
+        for group in o.param_groups:
+            group |= {"initial_lr": 4e-5, "max_lr": 1e-3, "min_lr": 4e-9, "max_momentum": 0.95, "base_momentum": 0.85}
     given = {"total_steps": 100, "ensemble_lr_spread_ratio": 0.1, "model_sync_interval": 5, **options}
     return hdet.OneCycleAutoLR(o, max_lr, **given)
 
@@ -106,7 +109,7 @@ KINDS = {
     "its option": (
         ensemble, {"controller": hdet.Softmax()}, {"controller": hdet.Softmax(momentum=0.5)}, "momentum=0.5",
     ),
-    "act": (ensemble, {}, {"act": False}, "act: False on replica 2"),
+    "observing only": (ensemble, {}, {"observe_only": True}, "observe_only: True on replica 2, but False"),
     "spread": (ensemble, {}, {"spread": 0.0}, "learning_rate: InGroups(0.0,"),
     "ladder": (ensemble, {}, {"explored": LOG}, "learning_rate: InGroups(1.3, log"),
     "what is explored": (ensemble, {"explored": LINEAR}, {"explored": TWO}, "weight_decay: InGroups("),
@@ -120,25 +123,47 @@ KINDS = {
     "dtype": (ensemble, {}, {"change": halve}, "parameter 2: b.weight bfloat16"),
     "frozen": (ensemble, {}, {"change": freeze}, "parameter 1: a.bias float32 (2,) on cpu frozen on replica 2"),
     "buffer": (ensemble, {}, {"change": lambda net: net.register_buffer("more", torch.ones(1))}, "buffer more"),
-    "outer step": (ensemble, {}, {"outer_step": 0.5}, "outer_step: 0.5 on replica 2, but 1.0"),
-    "start": (ensemble, {}, {"start_step": 10}, "start_step: 10 on replica 2, but 0"),
-    "rollback": (ensemble, {}, {"rollback": hdet.Rollback()}, "rollback: Rollback(window=100"),
+    "outer step": (
+        ensemble, {}, {"averaging": hdet.Averaging(outer_step=0.5)}, "averaging.outer_step: 0.5 on replica 2, but 1.0",
+    ),
+    "tail": (
+        ensemble, {"probe": probe()}, {"averaging": hdet.Averaging(tail=0.5)},
+        "averaging.tail: 0.5 on replica 2, but 0.0",
+    ),
+    "state": (
+        ensemble, {"gradients": "local"}, {"averaging": hdet.Averaging(state=False)},
+        "averaging.state: False on replica 2, but True",
+    ),
+    "guard": (ensemble, {}, {"safety": hdet.Safety(guard=True)}, "safety.guard: True on replica 2, but False"),
+    "rollback": (
+        ensemble, {}, {"safety": hdet.Safety(rollback=True)}, "safety.rollback: Rollback(window=100",
+    ),
+    "limits": (
+        ensemble, {}, {"safety": hdet.Safety(limits=hdet.Limits(2.0))}, "safety.limits: Limits(per_round=2.0",
+    ),
+    "atomic": (ensemble, {}, {"safety": hdet.Safety(atomic=True)}, "safety.atomic: True on replica 2, but False"),
     "gradients": (ensemble, {}, {"gradients": "local"}, "gradients: local on replica 2, but shared"),
     "probe": (ensemble, {"controller": hdet.Softmax()}, {"probe": probe()}, "probe: Probe("),
     "its seed": (ensemble, {"probe": probe()}, {"probe": probe(seed=1)}, "seed=1"),
     "design": (ensemble, {}, {"design": "turns"}, "design: turns on replica 2, but permutations"),
-    "follower": (ensemble, {}, {"also": [torch.ones(3)]}, "tensor 0 of also: float32 (3,)"),
+    "follower": (
+        ensemble, {}, {"averaging": hdet.Averaging(followers=[torch.ones(3)])}, "tensor 0 of followers: float32 (3,)",
+    ),
     "version": (ensemble, {}, None, "torch: 2.99.0 on replica 2"),
     "bad interval": (ensemble, {}, {"interval": 0}, "interval must be at least 1"),
     "bad model": (ensemble, {}, {"model": 7}, "model must be a torch.nn.Module"),
     "bad optimizer": (ensemble, {}, {"kind": optim.LBFGS, "rate": 1}, "LBFGS cannot be used with a spread"),
-    "bad rollback": (ensemble, {}, {"rollback": 3}, "rollback must be an hdet.Rollback"),
-    "an unforeseen error": (ensemble, {}, {"also": 7}, "'int' object is not iterable"),
+    "bad safety": (ensemble, {}, {"safety": hdet.Rollback()}, "safety must be an hdet.Safety"),
+    "an option elsewhere": (ensemble, {}, {"rollback": 3}, "write safety=hdet.Safety(rollback=...)"),
+    "an unforeseen error": (ensemble, {}, {"on_round": 7}, "'int' object is not iterable"),
     "one cycle's peak": (one_cycle, {}, {"max_lr": 2e-3}, "max_lr of the optimizer's group 0"),
     "one cycle's decay": (
         one_cycle, {"enable_auto_lr": True, "auto_lr_warmup_steps": 10},
-        {"auto_lr_decay": "geometric"}, "auto_lr_decay: geometric on replica 2, but one_cycle",
+        {"decay": "geometric"}, "decay: geometric on replica 2, but one_cycle",
     ),
+    "one cycle's start": (one_cycle, {}, {"last_epoch": 9}, "last_epoch: 10 on replica 2, but 0 on the others"),
+    "one cycle's seed": (one_cycle, {}, {"ensemble": {"seed": 5}}, "seed: 5 on replica 2, but 0 on the others"),
+    "one cycle's ensemble": (one_cycle, {}, {"ensemble": {"sead": 5}}, "'sead' is no argument of ensemble="),
     "one cycle's steps": (one_cycle, {}, {"total_steps": -1}, "total_steps must be at least 1"),
     "bad spread": (one_cycle, {}, {"ensemble_lr_spread_ratio": 1.5}, "ensemble_lr_spread_ratio must"),
     "bad factor": (find_lr, {}, {"factor": -1}, "factor must be positive"),
@@ -282,7 +307,7 @@ def in_a_subgroup():
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = groups[dist.get_rank() % 2]
     try:
-        ensemble(process_group=mine, seed=dist.get_rank())
+        ensemble(replicas=mine, seed=dist.get_rank())
     except ValueError as error:
         return str(error)
 
@@ -307,7 +332,7 @@ def with_one_missing():
     began = time.monotonic()
     try:
         if dist.get_rank() != 1:
-            ensemble(process_group=group)
+            ensemble(replicas=group)
     except RuntimeError as error:
         return str(error), time.monotonic() - began
     finally:
@@ -397,7 +422,7 @@ def failing_step(folder):
         loss_of(model, torch.ones(2, 3)).backward()
 
     try:
-        hdet.find_lr(model, o, step, probe=probe(), process_group=group)
+        hdet.find_lr(model, o, step, probe=probe(), replicas=group)
     except (KeyError, hdet.LostReplicaError) as error:
         pathlib.Path(folder, str(dist.get_rank())).write_text(repr(error))
     os._exit(0)  # a group with a hole in it cannot be closed in order

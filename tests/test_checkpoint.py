@@ -54,23 +54,27 @@ def save_and_resume(path, stop, options):
     return mid_round
 
 
+HALF = hdet.Averaging(outer_step=0.5)
+
+
 @pytest.mark.parametrize(
     ("stop", "options"),
     [
         (8, {}),
         (6, {}),
-        (6, {"outer_step": 0.5}),
+        (6, {"averaging": HALF}),
         (0, {}),
-        (6, {"rollback": hdet.Rollback(window=8)}),
+        (6, {"safety": hdet.Safety(rollback=hdet.Rollback(window=8))}),
         (6, {"gradients": "local"}),
-        (6, {"spread": 0.0, "outer_step": 0.5, "rollback": hdet.Rollback(window=8)}),  # the same weights, other losses
+        (6, {"spread": 0.0, "averaging": HALF, "safety": hdet.Safety(rollback=hdet.Rollback(window=8))}),
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, stop, options):
+    """The last one: with a spread of 0 replicas hold the same weights and have other losses."""
     differ = stop % 4 > 0 and options.get("spread") != 0
     assert run(save_and_resume, 2, str(tmp_path), stop, options) == [differ] * 2
     files = names(tmp_path / f"000001-step-{stop}")
-    common = not differ or "outer_step" in options  # all of it, or where the round began, which is the same on all
+    common = not differ or "averaging" in options  # all of it, or where the round began, which is the same on all
     assert files == ["checkpoint.json", "replica-0.pt", "replica-1.pt"] + ["shared.pt"] * common
 
 
@@ -118,7 +122,7 @@ def two_runs(path):
         model = nn.parallel.DistributedDataParallel(nn.Linear(6, 2), process_group=group)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         explored = [hdet.learning_rate(optimizer, spread=0.3)]
-        ensemble = hdet.Ensemble(optimizer, explored, interval=4, total_steps=8, process_group=group)
+        ensemble = hdet.Ensemble(optimizer, explored, interval=4, total_steps=8, replicas=group)
         return {"model": model, "optimizer": optimizer, "ensemble": ensemble}
 
     parts, again = make(), make()

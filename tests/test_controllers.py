@@ -370,7 +370,7 @@ class Returns:
     ],
 )
 def test_a_controller_that_returns_no_state_is_told_so(returned, error, match):
-    steering = hdet.controllers.Steering(Returns(returned), ["lr"], act=True)
+    steering = hdet.controllers.Steering(Returns(returned), ["lr"])
     with pytest.raises(error, match=match):
         steering.update(report(LOSSES, BY_HAND))
 
@@ -380,7 +380,7 @@ def test_a_controller_that_begins_at_no_scale_is_told_so(scale):
     controller = Returns(None)
     controller.init = lambda names: {name: {"scale": scale} for name in names}
     with pytest.raises(ValueError, match=r"Returns\.init must return positive and finite scales"):
-        hdet.controllers.Steering(controller, ["lr"], act=True)
+        hdet.controllers.Steering(controller, ["lr"])
 
 
 @pytest.mark.parametrize(
@@ -409,10 +409,10 @@ def test_a_plan_that_cannot_be_is_told_so(wanted, error, match):
 
 
 def test_a_controller_that_has_lost_its_way_begins_anew_and_the_record_says_so():
-    steering = hdet.controllers.Steering(Returns({"lr": {"scale": math.nan}}), ["lr"], act=True)
+    steering = hdet.controllers.Steering(Returns({"lr": {"scale": math.nan}}), ["lr"])
     assert steering.update(report(LOSSES, BY_HAND)) == {"lr": 1.0}
     assert steering.said == ("lr: Returns asked for a scale of nan; it begins anew at 1",)
-    steering = hdet.controllers.Steering(Returns({"lr": {"scale": torch.tensor(1.5)}}), ["lr"], act=True)
+    steering = hdet.controllers.Steering(Returns({"lr": {"scale": torch.tensor(1.5)}}), ["lr"])
     steering.update(report(LOSSES, BY_HAND))
     assert type(steering.scales["lr"]) is float
     assert steering.said == ()
@@ -421,7 +421,7 @@ def test_a_controller_that_has_lost_its_way_begins_anew_and_the_record_says_so()
 @pytest.mark.parametrize("limits", [(1.2, 3.0), (0.1, 0.8), (0.9, 0.9)])
 def test_a_scale_outside_its_limits_stays_without_a_reason_to_come_back(limits):
     for controller in (hdet.Fixed(), hdet.Softmax(), hdet.Slope(), hdet.LineSearch(), hdet.Auto()):
-        steering = hdet.controllers.Steering(controller, ["lr"], act=True)
+        steering = hdet.controllers.Steering(controller, ["lr"])
         tie = Report(100, (2.0,) * 4, {"lr": Observation(1.0, 1.0, 0.0, tuple(LADDER), limits=limits)}, 400,
                      (2.0,) * 4, 2.0)  # fmt: skip
         assert steering.update(tie) == {"lr": 1.0}

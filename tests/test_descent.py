@@ -144,7 +144,7 @@ def trained(
         if drop_in:
             return hdet.OneCycleAutoLR(
                 o, rate, total_steps=steps, ensemble_lr_spread_ratio=1 / 9, model_sync_interval=5, enable_auto_lr=True,
-                auto_lr_warmup_steps=10, model=model, on_round=[records.append], **more,
+                auto_lr_warmup_steps=10, model=model, ensemble={"on_round": [records.append]}, **more,
             )  # fmt: skip
         return hdet.Ensemble(
             o, [hdet.learning_rate(o, spread=spread)], total_steps=steps, interval=5, controller=controller,

@@ -75,7 +75,7 @@ def test_another_number_of_replicas_goes_on(tmp_path, saved, resumed, steps):
 
 
 def outer(path, steps):
-    parts = saved_run.parts(outer_step=0.5)
+    parts = saved_run.parts(averaging=hdet.Averaging(outer_step=0.5))
     start = [p.detach().clone() for p in parts["model"].parameters()]
     saved_run.train(parts, range(steps))
     hdet.save(path, parts)
@@ -85,7 +85,7 @@ def outer(path, steps):
 
 def outer_goes_on(path, steps):
     with pytest.warns(UserWarning, match="the rest of the round is not judged"):
-        parts = saved_run.parts(outer_step=0.5)
+        parts = saved_run.parts(averaging=hdet.Averaging(outer_step=0.5))
         hdet.load(path, parts)
     start = [p.clone() for p in parts["ensemble"].state_dict()["weights"]["outer step"]["start"]]
     saved_run.train(parts, range(steps, 4))

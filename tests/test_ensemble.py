@@ -165,13 +165,13 @@ def test_a_run_that_ends_in_mid_round_warns():
     assert run(warned_at_the_end, 2, True) == [[], []]
 
 
-# act=False
+# observe_only
 
 
-def observed(act):
+def observed(observe_only):
     records = []
     model, o, ensemble = make(
-        act=act, controller=hdet.Softmax(temperature=0.05), on_round=[records.append], total_steps=16
+        observe_only=observe_only, controller=hdet.Softmax(temperature=0.05), on_round=[records.append], total_steps=16
     )
     train(model, o, ensemble, 12)
     return [
@@ -179,11 +179,11 @@ def observed(act):
     ]
 
 
-def test_act_false_measures_and_moves_nothing():
-    for row in run(observed, 2, False):
+def test_observe_only_measures_and_moves_nothing():
+    for row in run(observed, 2, True):
         assert [scale for scale, _ in row] == [1.0] * 3
         assert all(proposed != 1.0 for _, proposed in row)
-    for row in run(observed, 2, True):
+    for row in run(observed, 2, False):
         assert all(scale == proposed != 1.0 for scale, proposed in row)
 
 
@@ -196,7 +196,7 @@ def with_ema():
     ema = optim.swa_utils.AveragedModel(model.module, multi_avg_fn=optim.swa_utils.get_ema_multi_avg_fn(0.5))
     masters = [torch.full((3,), float(dist.get_rank()))]
     o = optim.AdamW(model.parameters(), lr=0.01)
-    ensemble = hdet.Ensemble(o, interval=3, model=model, also=[ema, *masters])
+    ensemble = hdet.Ensemble(o, interval=3, model=model, averaging=hdet.Averaging(followers=[ema, *masters]))
     for step in range(3):
         assert step == 0 or not all_equal(ema.parameters())
         o.zero_grad()
@@ -406,7 +406,7 @@ def on_a_subgroup():
     model = nn.Linear(3, 1)
     o = optim.SGD(model.parameters(), lr=0.1)
     rates = [hdet.learning_rate(o, spread=0.5)]
-    ensemble = hdet.Ensemble(o, rates, interval=1, process_group=groups[rank // 2])
+    ensemble = hdet.Ensemble(o, rates, interval=1, replicas=groups[rank // 2])
     assert (ensemble.replicas.rank, ensemble.replicas.size) == (rank % 2, 2)
     for p in model.parameters():
         p.grad = torch.full_like(p, 1.0 + rank // 2)
@@ -623,7 +623,7 @@ def test_after_close_steps_are_plain_and_never_an_error():
         ({"spread": 0.0, "controller": hdet.Softmax()}, "Softmax has no effect, as nothing is explored"),
         ({"spread": 0.0, "probe": len, "total_steps": 9, "controller": hdet.Auto()}, "Auto has no effect, as nothing"),
         ({"spread": 0.0, "probe": len, "controller": hdet.LineSearch()}, "LineSearch has no effect"),
-        ({"act": False}, "act=False has no effect"),
+        ({"observe_only": True}, "observe_only=True has no effect"),
         ({"controller": hdet.Softmax(warmup_steps=50), "total_steps": 50}, "Softmax never acts"),
         ({"controller": hdet.Softmax(warmup_steps=9), "total_steps": 10, "interval": 4}, "ends at step 8"),
     ],
@@ -655,7 +655,8 @@ def test_resuming_without_a_state_and_beyond_the_end():
         p = nn.Parameter(torch.ones(1))
         p.grad = torch.ones(1)
         o = optim.SGD([p], lr=0.1)
-        past = hdet.Ensemble(o, interval=4, total_steps=10, start_step=12)
+        past = hdet.Ensemble(o, interval=4, total_steps=10)
+        past.start_from(12)
         assert past.multipliers == {"learning_rate": 1.0}
         finished = past.state_dict()
         past.close()
@@ -663,7 +664,8 @@ def test_resuming_without_a_state_and_beyond_the_end():
         longer.load_state_dict(finished)
         assert longer.multipliers["learning_rate"] != 1.0
         longer.close()
-        middle = hdet.Ensemble(o, interval=4, start_step=7)
+        middle = hdet.Ensemble(o, interval=4)
+        middle.start_from(7)
         assert not middle.mid_round
         assert "mid_round" not in middle.state_dict()
         o.step()
@@ -699,11 +701,13 @@ def parameters_of(n=1):
         ({"interval": "auto"}, ValueError, "needs total_steps"),
         ({"interval": 1, "total_steps": 0}, ValueError, "total_steps must be at least 1"),
         ({"interval": 1, "total_steps": 1.5}, TypeError, "total_steps must be an int"),
-        ({"interval": 1, "start_step": -1}, ValueError, "start_step"),
+        ({"interval": 1, "averaging": 0.5}, TypeError, r"averaging must be an hdet\.Averaging.*Averaging\(outer_step"),
+        ({"interval": 1, "safety": True}, TypeError, r"safety must be an hdet\.Safety.*hdet\.Safety\(guard=True\)"),
+        ({"interval": 1, "replicas": 3}, TypeError, "replicas must be a process group or a DeviceMesh, got 3"),
+        ({"interval": 1, "observe_only": 1}, TypeError, "observe_only must be True or False, got 1"),
         ({"interval": 1, "hyperparameters": ["lr"]}, TypeError, "hyperparameters must hold"),
         ({"interval": 1, "model": nn.Linear(2, 2)}, ValueError, "model must be the one that the optimizer trains"),
         ({"interval": 1, "model": 3}, TypeError, "model must be a torch.nn.Module"),
-        ({"interval": 1, "also": [3]}, TypeError, "also must hold modules or tensors"),
         ({"interval": 1, "on_round": [3]}, TypeError, "on_round must hold callables"),
         ({"interval": 1, "controller": hdet.Softmax}, TypeError, r"controller=hdet.Softmax\(\)"),
     ],
@@ -711,6 +715,13 @@ def parameters_of(n=1):
 def test_bad_arguments(options, error, match):
     with pytest.raises(error, match=match):
         hdet.Ensemble(optim.SGD(parameters_of(), lr=0.1), **options)
+
+
+@pytest.mark.parametrize("step", [-1, 1.5])
+def test_a_step_to_start_from_that_cannot_be(step):
+    ensemble = hdet.Ensemble(optim.SGD(parameters_of(), lr=0.1), interval=1)
+    with pytest.raises((TypeError, ValueError), match="step must be"):
+        ensemble.start_from(step)
 
 
 def test_bad_hyperparameters():
@@ -851,7 +862,7 @@ def test_a_base_beyond_its_bound_is_told_as_the_bound(vertex, estimate):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     rate = hdet.learning_rate(optimizer, spread=2.0, ladder="log", bounds=(0.0, 0.1))
     rungs = (0.5, 0.8, 1.25, 2.0)
-    steering = hdet.controllers.Steering(hdet.LineSearch(), ["learning_rate"], act=True)
+    steering = hdet.controllers.Steering(hdet.LineSearch(), ["learning_rate"])
     bases = [0.1 * 1.15**k for k in range(20)]
     for base, following in itertools.pairwise(bases):  # all rounds are alike: trained at the bound
         scale = steering.scales["learning_rate"]

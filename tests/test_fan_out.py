@@ -239,7 +239,7 @@ def forgetful(kind, forgets_at):
         ensemble, advance = scheduler.ensemble, scheduler.step
     else:
         local = {"gradients": "local"} if kind == "local" else {}
-        rollback = {"rollback": hdet.Rollback()} if kind == "rollback" else {}
+        rollback = {"safety": hdet.Safety(rollback=hdet.Rollback())} if kind == "rollback" else {}
         explored = [hdet.learning_rate(optimizers, spread=0.0 if kind in ("plain", "local", "rollback") else 0.2)]
         ensemble = hdet.Ensemble(optimizers, explored, interval=10, model=model, **local, **rollback)
         advance = ensemble.step

@@ -51,7 +51,7 @@ class Loop:
         self.model = DistributedDataParallel(nn.Linear(width, 2), process_group=group)
         self.optimizer = optim.SGD(self.model.parameters(), lr=0.01)
         rates = [hdet.learning_rate(self.optimizer, spread=0.5)]
-        given = {"interval": interval, "process_group": group, "model": self.model, **options}
+        given = {"interval": interval, "replicas": group, "model": self.model, **options}
         self.ensemble = hdet.Ensemble(self.optimizer, rates, **given)
         self.width = width
 
@@ -110,7 +110,7 @@ def test_a_replica_that_does_not_come_to_the_end_of_a_round_is_named_in_time(tmp
 
 def within_the_averaging(folder, atomic):
     """Replica 1 dies between two buckets."""
-    loop = Loop(width=40, gradients="local", atomic=atomic)
+    loop = Loop(width=40, gradients="local", safety=hdet.Safety(atomic=atomic))
     for number in range(5):
         loop.step(number)
     start_mean, calls = loop.ensemble.replicas.start_mean, []

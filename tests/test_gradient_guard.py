@@ -87,15 +87,15 @@ class Quantized(nn.Module):
         return self.layer(x)
 
 
-def with_few_bits(dtype, path, options):
-    if "tail_average" in options:
+def with_few_bits(dtype, path, tail, options):
+    if tail:
         options = {**options, "probe": hdet.Probe(torch.ones(64, 2), scored, size=8)}
     model = Quantized(dtype)
     before = model.table.clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     ensemble = hdet.Ensemble(
         optimizer, [hdet.learning_rate(optimizer)], total_steps=20, interval=5, model=model,
-        also=[Quantized(dtype), before.clone()], **options,
+        averaging=hdet.Averaging(tail=tail, followers=[Quantized(dtype), before.clone()]), **options,
     )  # fmt: skip
     parts = {"model": model, "optimizer": optimizer, "ensemble": ensemble}
     for step in range(20):
@@ -114,16 +114,19 @@ def scored(model, batch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, getattr(torch, "float4_e2m1fn_x2", None)])
-@pytest.mark.parametrize("options", [{}, {"guard": True, "rollback": hdet.Rollback()}, {"tail_average": 0.5}])
+@pytest.mark.parametrize(
+    ("tail", "options"),
+    [(None, {}), (None, {"safety": hdet.Safety(guard=True, rollback=hdet.Rollback())}), (0.5, {})],
+)
 @pytest.mark.filterwarnings("ignore")
-def test_buffers_of_few_bits_end_no_run(tmp_path, dtype, options):
+def test_buffers_of_few_bits_end_no_run(tmp_path, dtype, tail, options):
     if dtype is None:
         pytest.skip("this torch has no such dtype")
-    assert hdet.in_process(with_few_bits, 2, dtype, tmp_path, options) == [True, True]
+    assert hdet.in_process(with_few_bits, 2, dtype, tmp_path, tail, options) == [True, True]
     model = Quantized(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     ensemble = hdet.Ensemble(optimizer, [hdet.learning_rate(optimizer)], total_steps=20, interval=5, model=model)
-    if "tail_average" not in options:  # of another number of replicas: their mean
+    if not tail:  # of another number of replicas: their mean
         assert hdet.load(tmp_path, {"model": model, "optimizer": optimizer, "ensemble": ensemble}).step == 12
     ensemble.close()
 
@@ -206,7 +209,7 @@ def with_a_scaler(guarded):
     model = DistributedDataParallel(nn.Linear(3, 1))
     o = optim.SGD(model.parameters(), lr=0.1, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.3)], interval=4, guard=guarded)
+    ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.3)], interval=4, safety=hdet.Safety(guard=guarded))
     for step in range(8):
         loss = model(torch.ones(2, 3) * (1 + step)).square().mean() * (math.inf if step == 3 else 1)
         scaler.scale(loss).backward()
@@ -225,7 +228,7 @@ def test_beside_a_grad_scaler_it_changes_nothing():
 def without_a_spread(bad_steps):
     p = nn.Parameter(torch.ones(2))
     o = optim.SGD([p], lr=0.1)
-    ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.0)], interval=6, guard=True)
+    ensemble = hdet.Ensemble(o, [hdet.learning_rate(o, spread=0.0)], interval=6, safety=hdet.Safety(guard=True))
     for step in range(30 if len(bad_steps) > 1 else 12):
         p.grad = torch.full((2,), math.nan if step in bad_steps else 1.0)
         o.step()
@@ -236,7 +239,7 @@ def without_a_spread(bad_steps):
 def test_without_a_spread_it_is_said_too():
     with pytest.warns(UserWarning, match="guard: skipped 1 of 6 steps, as"):
         assert without_a_spread({3}) == pytest.approx([-0.1, -0.1])
-    with pytest.raises(RuntimeError, match=r"no gradient is finite any more at step 15.*hdet\.Rollback"):
+    with pytest.raises(RuntimeError, match=r"no gradient is finite any more at step 15.*hdet\.Safety\(rollback=True\)"):
         without_a_spread(range(6, 30))
 
 
@@ -285,7 +288,12 @@ def always_nan_on_one():
     model = hdet.data_parallel(nn.Linear(3, 1))
     o = optim.SGD(model.parameters(), lr=0.1)
     ensemble = hdet.Ensemble(
-        o, [hdet.learning_rate(o, spread=0.2)], total_steps=60, interval=5, controller=hdet.Fixed(), guard=True
+        o,
+        [hdet.learning_rate(o, spread=0.2)],
+        total_steps=60,
+        interval=5,
+        controller=hdet.Fixed(),
+        safety=hdet.Safety(guard=True),
     )
     for step in range(60):
         loss = model(torch.ones(2, 3)).square().mean() * (math.nan if rank == 1 else 1.0)
@@ -310,7 +318,7 @@ def test_a_run_in_which_no_step_is_taken_ends_and_says_whose_fault_it_is():
 def test_what_it_cannot_be_is_refused():
     o = optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     with pytest.raises(TypeError, match="guard must be True or False, got 'yes'"):
-        hdet.Ensemble(o, total_steps=5, guard="yes")
+        hdet.Ensemble(o, total_steps=5, safety=hdet.Safety(guard="yes"))
 
 
 class Told(optim.SGD):

@@ -151,7 +151,12 @@ def with_sparse_gradients(kind, guard):
     if kind == "adam":
         optimizers = [optim.SparseAdam(table.parameters(), lr=0.01), optim.AdamW(head.parameters(), lr=0.01)]
     ensemble = hdet.Ensemble(
-        optimizers, [hdet.learning_rate(optimizers, spread=0.3)], total_steps=10, interval=5, model=model, guard=guard
+        optimizers,
+        [hdet.learning_rate(optimizers, spread=0.3)],
+        total_steps=10,
+        interval=5,
+        model=model,
+        safety=hdet.Safety(guard=guard),
     )
     losses = []
     for step in range(10):

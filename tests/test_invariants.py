@@ -108,21 +108,33 @@ VARIANTS = {
         [*joint(o, s), hdet.weight_decay(o, spread=s)],
         {"controller": hdet.Slope(), "probe": a_probe(held_out=True)},
     ),
-    "outer step": lambda o, m, s: (joint(o, s), {"controller": hdet.Softmax(temperature=0.1), "outer_step": 0.5}),
+    "outer step": lambda o, m, s: (
+        joint(o, s),
+        {"controller": hdet.Softmax(temperature=0.1), "averaging": hdet.Averaging(outer_step=0.5)},
+    ),
     "tail average": lambda o, m, s: (
         joint(o, s),
-        {"controller": hdet.LineSearch(), "probe": a_probe(), "tail_average": 1.0},
+        {"controller": hdet.LineSearch(), "probe": a_probe(), "averaging": hdet.Averaging(tail=1.0)},
     ),
-    "rollback": lambda o, m, s: (joint(o, s), {"controller": hdet.Softmax(), "rollback": hdet.Rollback()}),
-    "local and guarded": lambda o, m, s: (joint(o, s), {"gradients": "local", "rollback": hdet.Rollback()}),
+    "rollback": lambda o, m, s: (
+        joint(o, s),
+        {"controller": hdet.Softmax(), "safety": hdet.Safety(rollback=hdet.Rollback())},
+    ),
+    "local and guarded": lambda o, m, s: (
+        joint(o, s),
+        {"gradients": "local", "safety": hdet.Safety(rollback=hdet.Rollback())},
+    ),
     "guarded": lambda o, m, s: (
         joint(o, s),
-        {"controller": hdet.Softmax(temperature=0.1), "guard": True, "atomic": True},
+        {"controller": hdet.Softmax(temperature=0.1), "safety": hdet.Safety(guard=True, atomic=True)},
     ),
-    "outer momentum": lambda o, m, s: (joint(o, s), {"gradients": "local", "outer_step": hdet.Nesterov()}),
+    "outer momentum": lambda o, m, s: (
+        joint(o, s),
+        {"gradients": "local", "averaging": hdet.Averaging(outer_step=hdet.Nesterov())},
+    ),
     "own state": lambda o, m, s: (
         joint(o, s),
-        {"gradients": "local", "outer_step": hdet.Nesterov(0.5, 0.5), "average_state": False},
+        {"gradients": "local", "averaging": hdet.Averaging(outer_step=hdet.Nesterov(0.5, 0.5), state=False)},
     ),
     "local gradients": lambda o, m, s: (
         [*joint(o, s), hdet.attribute(m.module, "heat", spread=s)],

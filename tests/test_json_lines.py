@@ -78,7 +78,7 @@ def train_in_pairs(folder):
     shown, tracker = io.StringIO(), Numbers()
     o = optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     sinks = [hdet.JSONLines(folder / f"{rank // 2}.jsonl"), hdet.Progress(seconds=0, file=shown), tracker]
-    ensemble = hdet.Ensemble(o, total_steps=4, interval=2, process_group=pair, on_round=sinks)
+    ensemble = hdet.Ensemble(o, total_steps=4, interval=2, replicas=pair, on_round=sinks)
     for step in range(4):
         o.param_groups[0]["params"][0].grad = torch.ones(2)
         o.step()

@@ -382,7 +382,7 @@ def test_auto_in_a_long_run_says_what_it_picked_and_warns_if_it_may_not_look():
 
 
 def observe_only():
-    model, _, ensemble, _ = make(controller=hdet.Auto(), total_steps=5000, interval="auto", act=False)
+    model, _, ensemble, _ = make(controller=hdet.Auto(), total_steps=5000, interval="auto", observe_only=True)
 
     def step(index):
         chosen = torch.randint(len(X), (8,), generator=torch.Generator().manual_seed(index))

@@ -27,7 +27,7 @@ def long_run(steps):
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)
     ensemble = hdet.Ensemble(
         optimizer, [hdet.learning_rate(optimizer, spread=0.3)], interval=20, controller=hdet.Softmax(), model=model,
-        guard=True, atomic=True, rollback=hdet.Rollback(), outer_step=0.9,
+        safety=hdet.Safety(guard=True, atomic=True, rollback=hdet.Rollback()), averaging=hdet.Averaging(outer_step=0.9),
     )  # fmt: skip
     seen = []
     for step in range(steps):
@@ -79,7 +79,11 @@ def many_ensembles(count):
 
     def use():
         ensemble = hdet.Ensemble(
-            optimizer, [hdet.learning_rate(optimizer, spread=0.3)], interval=2, model=model, guard=True
+            optimizer,
+            [hdet.learning_rate(optimizer, spread=0.3)],
+            interval=2,
+            model=model,
+            safety=hdet.Safety(guard=True),
         )
         for _ in range(2):
             loss = model(torch.ones(2, 4)).square().mean()

@@ -368,7 +368,7 @@ def test_how_far_a_slope_is_clear_by_trying():
 
 def test_what_only_observes_finds_the_same_from_round_to_round():
     """With act=False the scale stays: what was averaged must not be carried over to a step size that never came."""
-    steering = Steering(hdet.LineSearch(), ["learning_rate"], act=False)
+    steering = Steering(hdet.LineSearch(), ["learning_rate"], observe_only=True)
     for _ in range(20):
         asked = steering.update(report([(m - 2.0) ** 2 for m in wide(4)], 4.0, wide(4)))
     assert steering.scales == {"learning_rate": 1.0}

@@ -16,6 +16,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
+import hdet
 from hdet import OneCycleAutoLR
 from hdet._phases.scores import Scores
 
@@ -92,7 +93,7 @@ def equal_losses(decay, anneal):
     steps, interval, warmup = 60, 7, 20
     ours = OneCycleAutoLR(
         optimizer(), 0.1, total_steps=steps, anneal_strategy=anneal, ensemble_lr_spread_ratio=0.3,
-        model_sync_interval=interval, auto_lr_warmup_steps=warmup, enable_auto_lr=True, auto_lr_decay=decay,
+        model_sync_interval=interval, auto_lr_warmup_steps=warmup, enable_auto_lr=True, decay=decay,
     )  # fmt: skip
     plain = OneCycleLR(optimizer(), 0.1, total_steps=steps, anneal_strategy=anneal)
     floor = plain.optimizer.param_groups[0]["min_lr"]
@@ -138,7 +139,7 @@ def one_sided(decay, sign):
     steps = 400
     ours = OneCycleAutoLR(
         optimizer(groups=1), 0.1, total_steps=steps, ensemble_lr_spread_ratio=0.5, model_sync_interval=2,
-        auto_lr_warmup_steps=120, enable_auto_lr=True, auto_lr_decay=decay,
+        auto_lr_warmup_steps=120, enable_auto_lr=True, decay=decay,
     )  # fmt: skip
     centers, curve = [], []
     for _ in range(steps):
@@ -309,13 +310,26 @@ def test_a_world_size_without_torch_distributed_is_an_error():
             },
             "is not over at step 0",
         ),
-        ({"auto_lr_decay": "geometric"}, "no effect without enable_auto_lr"),
+        ({"decay": "geometric"}, "no effect without enable_auto_lr"),
         ({"ensemble_lr_spread_ratio": 0.1, "model_sync_interval": 1000}, "longer than the run of 20"),
     ],
 )
 def test_arguments_without_effect_warn(options, match):
     with pytest.warns(UserWarning, match=match):
         OneCycleAutoLR(optimizer(), 0.1, total_steps=20, **{"model_sync_interval": 4, **options})
+
+
+def test_a_warm_up_that_never_ends_is_told_once_with_the_published_names():
+    given = {"enable_auto_lr": True, "ensemble_lr_spread_ratio": 0.1, "model_sync_interval": 4}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        OneCycleAutoLR(optimizer(), 0.1, total_steps=20, **given)
+    assert [str(w.message)[:30] for w in said if "acts" in str(w.message) or "effect" in str(w.message)] == [
+        "enable_auto_lr has no effect: "
+    ]
+    with pytest.warns(UserWarning, match="Softmax never acts"):  # an ensemble that is made by hand says so itself
+        o = optimizer()
+        hdet.Ensemble(o, [hdet.learning_rate(o)], total_steps=9, controller=hdet.Softmax(warmup_steps=9), interval=3)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +355,7 @@ def test_arguments_without_effect_warn(options, match):
         ({"total_steps": 0}, ValueError, "total_steps must be at least 1"),
         ({"total_steps": 10.0}, TypeError, "total_steps must be an int"),
         ({"auto_lr_warmup_steps": -1}, ValueError, "auto_lr_warmup_steps"),
-        ({"auto_lr_decay": "linear"}, ValueError, 'auto_lr_decay must be "one_cycle" or "geometric"'),
+        ({"decay": "linear"}, ValueError, 'decay must be "one_cycle" or "geometric"'),
         ({"model": nn.Linear(2, 2), "ensemble_lr_spread_ratio": 0.1}, ValueError, "model must be the one"),
         ({"model": "net"}, TypeError, "model must be a torch.nn.Module"),
     ],
@@ -371,10 +385,10 @@ def test_after_close_the_rates_shown_are_the_schedules():
 
 def geometric_variants():
     results = {}
-    for name, options in {"zero": {"max_lr": [0.1, 0.0]}, "observed": {"act": False}}.items():
+    for name, options in {"zero": {"max_lr": [0.1, 0.0]}, "observed": {"ensemble": {"observe_only": True}}}.items():
         s = OneCycleAutoLR(
             optimizer(), total_steps=20, ensemble_lr_spread_ratio=0.1, model_sync_interval=4, enable_auto_lr=True,
-            auto_lr_warmup_steps=5, auto_lr_decay="geometric", **{"max_lr": 0.1, **options},
+            auto_lr_warmup_steps=5, decay="geometric", **{"max_lr": 0.1, **options},
         )  # fmt: skip
         plain = OneCycleLR(optimizer(), options.get("max_lr", 0.1), total_steps=20)
         for _ in range(20):
@@ -435,7 +449,7 @@ def test_spread_zero_is_ddp_and_one_cycle_bit_for_bit_and_sends_nothing_more():
 
 def save_and_resume(folder, decay, cut):
     options = {"ensemble_lr_spread_ratio": 0.3, "enable_auto_lr": True, "auto_lr_warmup_steps": 5,
-               "loss_scale": 0.1, "auto_lr_decay": decay}  # fmt: skip
+               "loss_scale": 0.1, "decay": decay}  # fmt: skip
     model, o, s = drop_in(**options)
     drop_in_train(model, o, s, range(cut))
     assert s.ensemble.mid_round

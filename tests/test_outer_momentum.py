@@ -87,7 +87,7 @@ def twin(size, lr, momentum, average_state):
 
 
 def in_processes(average_state):
-    ensemble = parts(outer_step=hdet.Nesterov(0.7, 0.9), average_state=average_state)
+    ensemble = parts(averaging=hdet.Averaging(outer_step=hdet.Nesterov(0.7, 0.9), state=average_state))
     return [train(ensemble, [step]) for step in range(TOTAL)]
 
 
@@ -101,7 +101,7 @@ def test_it_is_the_twin_to_the_last_digits(size, average_state):
 
 def recorded():
     records = []
-    train(parts(outer_step=hdet.Nesterov(0.7, 0.9), on_round=[records.append]), range(TOTAL))
+    train(parts(averaging=hdet.Averaging(outer_step=hdet.Nesterov(0.7, 0.9)), on_round=[records.append]), range(TOTAL))
     return {(record.outer_step, record.outer_momentum) for record in records}
 
 
@@ -128,8 +128,8 @@ def test_it_is_the_step_of_torchs_sgd():
 
 
 def plain_twice():
-    same = [train(parts(outer_step=o), range(TOTAL)) for o in (hdet.Nesterov(1.0, 0.0), 1.0)]
-    half = [train(parts(outer_step=o), range(TOTAL)) for o in (hdet.Nesterov(0.5, 0.0), 0.5)]
+    same = [train(parts(averaging=hdet.Averaging(outer_step=o)), range(TOTAL)) for o in (hdet.Nesterov(1.0, 0.0), 1.0)]
+    half = [train(parts(averaging=hdet.Averaging(outer_step=o)), range(TOTAL)) for o in (hdet.Nesterov(0.5, 0.0), 0.5)]
     return same, half
 
 
@@ -180,14 +180,14 @@ def test_what_cannot_work_is_refused(arguments, error, text):
 
 def test_own_state_is_for_local_gradients():
     optimizer = optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r'average_state=False is for local gradients.*write gradients="local"'):
-        hdet.Ensemble(optimizer, total_steps=10, average_state=False)
-    with pytest.raises(TypeError, match="average_state must be True or False, got 0"):
-        hdet.Ensemble(optimizer, total_steps=10, average_state=0)
+    with pytest.raises(ValueError, match=r'state=False is for local gradients.*write gradients="local"'):
+        hdet.Ensemble(optimizer, total_steps=10, averaging=hdet.Averaging(state=False))
+    with pytest.raises(TypeError, match="state must be True or False, got 0"):
+        hdet.Ensemble(optimizer, total_steps=10, averaging=hdet.Averaging(state=0))
 
 
 def saves(path, steps, average_state):
-    made = parts(outer_step=hdet.Nesterov(), average_state=average_state)
+    made = parts(averaging=hdet.Averaging(outer_step=hdet.Nesterov(), state=average_state))
     train(made, range(steps))
     folder = hdet.save(path, made)
     state = made["ensemble"].state_dict()["weights"]["outer step"]
@@ -199,7 +199,7 @@ def saves(path, steps, average_state):
 
 def goes_on(path, steps, average_state):
     with warnings.catch_warnings(record=True):
-        made = parts(seed=9, outer_step=hdet.Nesterov(), average_state=average_state)
+        made = parts(seed=9, averaging=hdet.Averaging(outer_step=hdet.Nesterov(), state=average_state))
         loaded = hdet.load(path, made)
         state = made["ensemble"].state_dict()["weights"]["outer step"]
     moment = [entry["exp_avg"].clone() for entry in made["optimizer"].state.values()]
@@ -230,7 +230,8 @@ def test_it_is_saved_and_resumed_on_two_and_on_three_replicas(tmp_path, steps, a
 
 def rolls_back():
     made = parts(
-        outer_step=hdet.Nesterov(), rollback=hdet.Rollback(window=4, every=4), average_state=False, guard=True,
+        averaging=hdet.Averaging(outer_step=hdet.Nesterov(), state=False),
+        safety=hdet.Safety(rollback=hdet.Rollback(window=4, every=4), guard=True),
         optimizer=optim.SGD,
     )  # fmt: skip
     ensemble, records = made["ensemble"], []
@@ -257,7 +258,7 @@ def test_a_rollback_begins_with_new_momenta():
 
 
 def quarantined():
-    made = parts(outer_step=hdet.Nesterov(), guard=True)
+    made = parts(averaging=hdet.Averaging(outer_step=hdet.Nesterov()), safety=hdet.Safety(guard=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(TOTAL):
@@ -275,7 +276,7 @@ def test_a_replica_that_is_left_out_takes_the_outer_step_of_the_others():
 
 
 def sees_consensus():
-    made = parts(outer_step=hdet.Nesterov())
+    made = parts(averaging=hdet.Averaging(outer_step=hdet.Nesterov()))
     train(made, range(10))
     own = flat(made["model"])
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -296,7 +297,7 @@ def test_consensus_is_the_mean_and_moves_nothing():
 
 def ends_early():
     """`finish()` right after a converge: optimizer state of one's own is averaged, and plain training can follow."""
-    made = parts(outer_step=hdet.Nesterov(), average_state=False, total_steps=None)
+    made = parts(averaging=hdet.Averaging(outer_step=hdet.Nesterov(), state=False), total_steps=None)
     train(made, range(8))
     differ = made["ensemble"].replicas_differ
     made["ensemble"].finish()
@@ -319,10 +320,12 @@ def joins():
     model = DistributedDataParallel(nn.Linear(3, 1).double())
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     rates = [hdet.learning_rate(optimizer, spread=0.0)]
-    ensemble = hdet.Ensemble(optimizer, rates, total_steps=9, interval=3, outer_step=hdet.Nesterov(), model=model)
+    ensemble = hdet.Ensemble(
+        optimizer, rates, total_steps=9, interval=3, averaging=hdet.Averaging(outer_step=hdet.Nesterov()), model=model
+    )
     with pytest.raises(ValueError, match="join\\(\\) cannot be used with outer_step=Nesterov"), ensemble.join():
         pass
-    made = parts(outer_step=hdet.Nesterov(), average_state=False)
+    made = parts(averaging=hdet.Averaging(outer_step=hdet.Nesterov(), state=False))
     with made["ensemble"].join():
         train(made, range(9 if dist.get_rank() else 14))
     made["ensemble"].finish()
@@ -338,7 +341,11 @@ def test_the_drop_in_takes_it_too():
     _, model = torch.manual_seed(0), nn.Linear(3, 1)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     scheduler = hdet.OneCycleAutoLR(
-        optimizer, 0.1, total_steps=10, model_sync_interval=5, outer_step=hdet.Nesterov(0.5, 0.5)
+        optimizer,
+        0.1,
+        total_steps=10,
+        model_sync_interval=5,
+        ensemble={"averaging": hdet.Averaging(outer_step=hdet.Nesterov(0.5, 0.5))},
     )
     start = flat(model)
     for _ in range(5):
@@ -356,7 +363,9 @@ def sends(shared, steps):
 
     counted = []
     originals = {name: getattr(dist, name) for name in ("all_reduce", "all_gather", "broadcast")}
-    options = {"gradients": "shared"} if shared else {"outer_step": hdet.Nesterov(), "average_state": False}
+    options = (
+        {"gradients": "shared"} if shared else {"averaging": hdet.Averaging(outer_step=hdet.Nesterov(), state=False)}
+    )
     made = parts(interval=200, total_steps=401, **options)
     made["model"].register_comm_hook(None, allreduce_hook)  # through Python
     for name, original in originals.items():

@@ -35,7 +35,11 @@ def test_half_a_round_is_taken_and_the_last_one_whole():
     model, optimizer = model_and_optimizer()
     twin, twin_optimizer = model_and_optimizer()
     ensemble = hdet.Ensemble(
-        optimizer, [hdet.learning_rate(optimizer, spread=0.0)], total_steps=12, interval=5, outer_step=0.5
+        optimizer,
+        [hdet.learning_rate(optimizer, spread=0.0)],
+        total_steps=12,
+        interval=5,
+        averaging=hdet.Averaging(outer_step=0.5),
     )
     found = train(model, optimizer, ensemble, 12)
     for length, first in ((5, 0), (5, 5), (2, 10)):
@@ -50,7 +54,7 @@ def test_an_outer_step_of_one_is_plain_training():
     model, optimizer = model_and_optimizer()
     twin, twin_optimizer = model_and_optimizer()
     rates = [hdet.learning_rate(optimizer, spread=0.0)]
-    ensemble = hdet.Ensemble(optimizer, rates, total_steps=12, interval=5, outer_step=1.0)
+    ensemble = hdet.Ensemble(optimizer, rates, total_steps=12, interval=5, averaging=hdet.Averaging(outer_step=1.0))
     assert torch.equal(train(model, optimizer, ensemble, 12), train(twin, twin_optimizer, None, 12))
 
 
@@ -58,7 +62,7 @@ def test_an_outer_step_of_one_is_plain_training():
 def test_what_is_no_part_of_a_step_is_refused(amount):
     _, optimizer = model_and_optimizer()
     with pytest.raises(ValueError, match="outer_step must lie in"):
-        hdet.Ensemble(optimizer, total_steps=10, outer_step=amount)
+        hdet.Ensemble(optimizer, total_steps=10, averaging=hdet.Averaging(outer_step=amount))
 
 
 @pytest.mark.parametrize("stop", [3, 5, 7])
@@ -66,7 +70,11 @@ def test_resume_equals_uninterrupted(stop):
     def make():
         model, optimizer = model_and_optimizer()
         rates = [hdet.learning_rate(optimizer, spread=0.0)]
-        return model, optimizer, hdet.Ensemble(optimizer, rates, total_steps=12, interval=5, outer_step=0.5)
+        return (
+            model,
+            optimizer,
+            hdet.Ensemble(optimizer, rates, total_steps=12, interval=5, averaging=hdet.Averaging(outer_step=0.5)),
+        )
 
     whole = train(*make(), 12)
     model, optimizer, ensemble = make()
@@ -90,7 +98,9 @@ def _with_and_without_fan_out():
         ensemble = None
         if spread is not None:
             rates = [hdet.learning_rate(optimizer, spread=spread)]
-            ensemble = hdet.Ensemble(optimizer, rates, total_steps=20, interval=5, outer_step=0.5, model=model)
+            ensemble = hdet.Ensemble(
+                optimizer, rates, total_steps=20, interval=5, averaging=hdet.Averaging(outer_step=0.5), model=model
+            )
         train(model, optimizer, ensemble, 2)
         with profile() as profiled:
             end = train(model, optimizer, ensemble, 18, 2)
@@ -112,7 +122,9 @@ def test_without_fan_out_it_sends_nothing_and_replicas_end_equal():
 
 def test_the_drop_in_takes_it_too():
     model, optimizer = model_and_optimizer()
-    scheduler = hdet.OneCycleAutoLR(optimizer, 0.1, total_steps=10, model_sync_interval=5, outer_step=0.5)
+    scheduler = hdet.OneCycleAutoLR(
+        optimizer, 0.1, total_steps=10, model_sync_interval=5, ensemble={"averaging": hdet.Averaging(outer_step=0.5)}
+    )
     before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     for step in range(5):
         (model(torch.ones(1, 3)) - 1).square().sum().backward()
@@ -128,7 +140,7 @@ def test_the_drop_in_takes_it_too():
 def test_after_the_last_step_training_is_plain():
     model, optimizer = model_and_optimizer()
     rates = [hdet.learning_rate(optimizer, spread=0.0)]
-    ensemble = hdet.Ensemble(optimizer, rates, total_steps=10, interval=5, outer_step=0.5)
+    ensemble = hdet.Ensemble(optimizer, rates, total_steps=10, interval=5, averaging=hdet.Averaging(outer_step=0.5))
     train(model, optimizer, ensemble, 10)
     twin, twin_optimizer = model_and_optimizer()
     twin.load_state_dict(model.state_dict())
@@ -141,7 +153,9 @@ def finished(total_steps):
     model = hdet.data_parallel(nn.Linear(3, 1))
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     rates = [hdet.learning_rate(optimizer, spread=0.3)]
-    ensemble = hdet.Ensemble(optimizer, rates, total_steps=total_steps, interval=5, outer_step=0.5, model=model)
+    ensemble = hdet.Ensemble(
+        optimizer, rates, total_steps=total_steps, interval=5, averaging=hdet.Averaging(outer_step=0.5), model=model
+    )
     train(model, optimizer, ensemble, 8)
     ensemble.finish()
     return nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -158,7 +172,13 @@ def skips_a_round():
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     rates = [hdet.learning_rate(optimizer, spread=0.0)]
     ensemble = hdet.Ensemble(
-        optimizer, rates, total_steps=9, interval=3, outer_step=0.5, gradients="local", model=model
+        optimizer,
+        rates,
+        total_steps=9,
+        interval=3,
+        averaging=hdet.Averaging(outer_step=0.5),
+        gradients="local",
+        model=model,
     )
     for step in range(9):
         loss = model(torch.ones(2, 3)).square().mean()
@@ -178,4 +198,4 @@ def test_a_replica_that_skips_a_whole_round_steps_back_too():
 def test_an_outer_step_that_is_never_taken_warns():
     _, optimizer = model_and_optimizer()
     with pytest.warns(UserWarning, match=r"outer_step=0\.5 has no effect"):
-        hdet.OneCycleAutoLR(optimizer, 0.1, total_steps=10, outer_step=0.5)
+        hdet.OneCycleAutoLR(optimizer, 0.1, total_steps=10, ensemble={"averaging": hdet.Averaging(outer_step=0.5)})

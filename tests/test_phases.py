@@ -108,7 +108,7 @@ def test_a_phase_of_ones_own_gathers_records_saves_and_resumes():
 
 
 def rolled_back():
-    made = make(rollback=hdet.Rollback())
+    made = make(safety=hdet.Safety(rollback=hdet.Rollback()))
     train(made, range(STEPS), spoil=9)
     tally = made[2].engine.phase(Tally)
     return tally.undone_at, tally.total, told(made[3])
@@ -133,9 +133,13 @@ def test_the_order_of_the_phases_is_part_of_the_algorithm():
 
 PROBE = {"probe": lambda index: torch.tensor(1.0)}
 TAKEN_OUT = {
-    "tail average": (TailAverage, {"tail_average": 0.5, **PROBE}, {"tail_average": 0.0, **PROBE}),
-    "outer step": (TakeOuterStep, {"outer_step": 0.5}, {}),
-    "rollback": (GoBack, {"rollback": hdet.Rollback()}, {}),
+    "tail average": (
+        TailAverage,
+        {"averaging": hdet.Averaging(tail=0.5), **PROBE},
+        {"averaging": hdet.Averaging(tail=0.0), **PROBE},
+    ),
+    "outer step": (TakeOuterStep, {"averaging": hdet.Averaging(outer_step=0.5)}, {}),
+    "rollback": (GoBack, {"safety": hdet.Safety(rollback=hdet.Rollback())}, {}),
 }
 
 

@@ -16,7 +16,7 @@ from torch import nn, optim
 import hdet
 from hdet._phases.guard.census import Census, Condition, Statistics, take_census
 from hdet._phases.guard.phase import Guard
-from hdet._phases.rollback.alarm import Keeper
+from hdet._phases.rollback.alarm import Alarm, Keeper
 from hdet.controllers.report import Observation, Report
 from hdet.controllers.steering import Steering
 
@@ -39,7 +39,7 @@ def train(kind, at, sick, **options):
     schedule = optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     ensemble = hdet.Ensemble(
         optimizer, [hdet.learning_rate(optimizer, spread=0.3)], total_steps=STEPS, interval=INTERVAL, model=model,
-        on_round=[lambda record: events.extend(record.events)], **{"guard": True, **options},
+        on_round=[lambda record: events.extend(record.events)], **{"safety": hdet.Safety(guard=True), **options},
     )  # fmt: skip
     for step in range(STEPS):
         x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1000 * step + rank))
@@ -106,7 +106,8 @@ def sick_from_the_start(steps):
     model = nn.Linear(3, 1)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     ensemble = hdet.Ensemble(
-        optimizer, [hdet.learning_rate(optimizer, spread=0.3)], total_steps=9, interval=3, model=model, guard=True,
+        optimizer, [hdet.learning_rate(optimizer, spread=0.3)], total_steps=9, interval=3, model=model,
+        safety=hdet.Safety(guard=True),
         gradients="local", on_round=[lambda record: events.extend(record.events)],
     )  # fmt: skip
     for step in range(9):
@@ -136,8 +137,9 @@ def with_state_of_its_own():
     model = nn.Linear(3, 1)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     ensemble = hdet.Ensemble(
-        optimizer, [hdet.learning_rate(optimizer, spread=0.3)], interval=3, model=model, guard=True, gradients="local",
-        average_state=False,
+        optimizer, [hdet.learning_rate(optimizer, spread=0.3)], interval=3, model=model,
+        safety=hdet.Safety(guard=True), gradients="local",
+        averaging=hdet.Averaging(state=False),
     )  # fmt: skip
     for step in range(3):
         loss = model(torch.full((2, 3), 0.1 * step + rank)).square().mean()
@@ -161,7 +163,7 @@ def test_a_sick_replica_is_given_state_and_the_others_keep_theirs():
 
 def test_without_the_guard_the_run_is_lost_and_the_error_says_what_to_do():
     with pytest.raises(hdet.ReplicaError, match=r"diverged: the loss of every replica is nan at step 40.*rollback="):
-        in_one_process("weights", 35, 2, guard=False)
+        in_one_process("weights", 35, 2, safety=hdet.Safety(guard=False))
 
 
 def test_it_is_said_who_was_left_out():
@@ -178,7 +180,8 @@ def on_processes():
     optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     events = []
     ensemble = hdet.Ensemble(
-        optimizer, [hdet.learning_rate(optimizer, spread=0.3)], total_steps=20, interval=5, model=model, guard=True,
+        optimizer, [hdet.learning_rate(optimizer, spread=0.3)], total_steps=20, interval=5, model=model,
+        safety=hdet.Safety(guard=True),
         gradients="local", on_round=[lambda record: events.extend(record.events)],
     )  # fmt: skip
     for step in range(20):
@@ -211,7 +214,12 @@ def a_batch_of_nan(spread):
     model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
     optimizer = optim.AdamW(model.parameters(), lr=0.01)
     ensemble = hdet.Ensemble(
-        optimizer, [hdet.learning_rate(optimizer, spread=spread)], total_steps=20, interval=5, model=model, guard=True
+        optimizer,
+        [hdet.learning_rate(optimizer, spread=spread)],
+        total_steps=20,
+        interval=5,
+        model=model,
+        safety=hdet.Safety(guard=True),
     )
     for step in range(20):
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
@@ -256,7 +264,8 @@ def spoiled(what, sick, at=7, options=None):
         warnings.simplefilter("always")
         ensemble = hdet.Ensemble(
             optimizer, [hdet.learning_rate(optimizer, spread=0.3)], total_steps=20, interval=5, model=model,
-            on_round=[lambda record: events.append(record.events)], also=[ema], **(options or {}),
+            on_round=[lambda record: events.append(record.events)],
+            averaging=hdet.Averaging(followers=[ema]), **(options or {}),
         )  # fmt: skip
         for step in range(20):
             x = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -271,7 +280,7 @@ def spoiled(what, sick, at=7, options=None):
     return events, [str(w.message) for w in said], finite
 
 
-@pytest.mark.parametrize("options", [{}, {"rollback": hdet.Rollback()}])
+@pytest.mark.parametrize("options", [{}, {"safety": hdet.Safety(rollback=hdet.Rollback())}])
 @pytest.mark.parametrize(
     ("what", "sick", "says"),
     [
@@ -281,7 +290,7 @@ def spoiled(what, sick, at=7, options=None):
             r"the buffer 'module.layers.1.running_var' was not finite on replica 1 at step 10 and is aver",
         ),
         ("buffer", (0, 1), r"the buffer 'module.layers.1.running_var' was not finite on all replicas at step 10\. "),
-        ("follower", (1,), r"'module.layers.0.weight' of also\[0\] was not finite on replica 1 at step 10"),
+        ("follower", (1,), r"'module.layers.0.weight' of followers\[0\] was not finite on replica 1 at step 10"),
     ],
 )
 def test_statistics_that_are_not_finite_are_told_at_once_on_all_replicas(what, sick, says, options):
@@ -290,7 +299,7 @@ def test_statistics_that_are_not_finite_are_told_at_once_on_all_replicas(what, s
     events, warned, _ = first
     assert [len(round_events) for round_events in events] == [0, 1, 0, 0]  # once, and the mask is left alone
     assert re.match(says, events[1][0])
-    assert "guard=True" in events[1][0]
+    assert "hdet.Safety(guard=True)" in events[1][0]
     assert warned == list(events[1])
 
 
@@ -323,7 +332,8 @@ def a_follower_of_nan(kind):
     optimizer = optim.SGD(model.parameters(), lr=1e-3)
     follower = kind()
     ensemble = hdet.Ensemble(
-        optimizer, [hdet.learning_rate(optimizer)], total_steps=10, interval=5, model=model, also=[Table(), follower],
+        optimizer, [hdet.learning_rate(optimizer)], total_steps=10, interval=5, model=model,
+        averaging=hdet.Averaging(followers=[Table(), follower]),
         on_round=[lambda record: events.extend(record.events)],
     )  # fmt: skip
     for step in range(10):
@@ -336,7 +346,7 @@ def a_follower_of_nan(kind):
     return [event.partition(" was ")[0] for event in events if "not finite" in event]
 
 
-@pytest.mark.parametrize(("kind", "name"), [(Table, "'weight' of also[1]"), (Odd, "a tensor")])
+@pytest.mark.parametrize(("kind", "name"), [(Table, "'weight' of followers[1]"), (Odd, "a tensor")])
 @pytest.mark.filterwarnings("ignore")
 def test_to_name_a_tensor_never_raises(kind, name):
     assert hdet.in_process(a_follower_of_nan, 2, kind) == [[name]] * 2
@@ -345,7 +355,7 @@ def test_to_name_a_tensor_never_raises(kind, name):
 @pytest.mark.parametrize("at", [0, 7])  # the first forward pass comes before the first step
 @pytest.mark.parametrize("sick", [(1,), (0, 1)])
 def test_with_the_guard_statistics_are_put_back_and_that_is_an_event(sick, at):
-    first, second = run(spoiled, 2, "buffer", sick, at, {"guard": True})
+    first, second = run(spoiled, 2, "buffer", sick, at, {"safety": hdet.Safety(guard=True)})
     assert first == second
     events, _, finite = first
     assert finite
@@ -361,7 +371,8 @@ def norms(guard, events):
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
     optimizer = optim.SGD(model.parameters(), lr=1e-3)
     ensemble = hdet.Ensemble(
-        optimizer, [hdet.learning_rate(optimizer)], total_steps=40, interval=5, model=model, guard=guard,
+        optimizer, [hdet.learning_rate(optimizer)], total_steps=40, interval=5, model=model,
+        safety=hdet.Safety(guard=guard),
         on_round=[lambda record: events.extend(record.events)],
     )  # fmt: skip
     return {"model": model, "optimizer": optimizer, "ensemble": ensemble}
@@ -518,7 +529,13 @@ def with_complex_numbers(kind, options, gradients="shared"):
     return events, [torch.view_as_real(t.detach()).tolist() if t.is_complex() else t.tolist() for t in held]
 
 
-@pytest.mark.parametrize("options", [{}, {"rollback": hdet.Rollback(), "outer_step": hdet.Nesterov()}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"safety": hdet.Safety(guard=True)},
+        {"safety": hdet.Safety(guard=True, rollback=True), "averaging": hdet.Averaging(outer_step=hdet.Nesterov())},
+    ],
+)
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
@@ -531,8 +548,8 @@ def with_complex_numbers(kind, options, gradients="shared"):
     ],
 )  # fmt: skip
 def test_the_guard_sees_complex_numbers(kind, says, options):
-    results = hdet.in_process(lambda: with_complex_numbers(kind, {"guard": True, **options}), 2)
-    assert results == run(with_complex_numbers, 2, kind, {"guard": True, **options})  # DDP
+    results = hdet.in_process(lambda: with_complex_numbers(kind, options), 2)
+    assert results == run(with_complex_numbers, 2, kind, options)  # DDP
     assert results[0] == results[1]
     events, tensors = results[0]
     assert events == ([] if says is None else [says])
@@ -540,13 +557,13 @@ def test_the_guard_sees_complex_numbers(kind, says, options):
 
 
 def test_complex_gradients_can_be_local():
-    first, second = run(with_complex_numbers, 2, "none", {"guard": True}, "local")
+    first, second = run(with_complex_numbers, 2, "none", {"safety": hdet.Safety(guard=True)}, "local")
     assert first == second
 
 
 def test_complex_weights_that_are_not_finite_are_no_snapshot():
     tensors = [torch.tensor([complex(1, math.nan)])]
-    keeper = Keeper(hdet.Rollback())
+    keeper = Keeper(hdet.Rollback(), Alarm())
     keeper.keep(tensors, [], hdet.find_replicas(), 5)
     assert keeper.kept_at is None
 
@@ -580,7 +597,11 @@ def test_what_cannot_be_named_is_left_out():
     model = nn.Linear(2, 1)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     ensemble = hdet.Ensemble(
-        optimizer, [hdet.learning_rate(optimizer, spread=0.0)], total_steps=4, model=model, guard=True
+        optimizer,
+        [hdet.learning_rate(optimizer, spread=0.0)],
+        total_steps=4,
+        model=model,
+        safety=hdet.Safety(guard=True),
     )
     told = ensemble.engine.phase(Guard).what_is_lost
     assert told(Census((), (0, 1), odd={0: -1, 1: -1})) == "no replica's weights are finite"
@@ -590,8 +611,8 @@ def test_what_cannot_be_named_is_left_out():
 
 def test_moments_that_overflow_are_not_called_weights():
     with pytest.raises(hdet.ReplicaError, match=_MOMENTS):
-        hdet.in_process(lambda: huge("gradient", 7, {"guard": True}), 2)
-    options = {"guard": True, "rollback": hdet.Rollback()}
+        hdet.in_process(lambda: huge("gradient", 7, {"safety": hdet.Safety(guard=True)}), 2)
+    options = {"safety": hdet.Safety(guard=True, rollback=hdet.Rollback())}
     with pytest.raises(hdet.ReplicaError, match=_MOMENTS + ".*at step 5, before the first full round"):
         hdet.in_process(lambda: huge("gradient", 2, options), 2)
     first, second = hdet.in_process(lambda: huge("gradient", 7, options), 2)
@@ -600,19 +621,20 @@ def test_moments_that_overflow_are_not_called_weights():
 
 
 def test_a_rollback_tells_the_loss_that_was_seen():
-    first, second = hdet.in_process(lambda: huge("loss", 7, {"rollback": hdet.Rollback()}), 2)
+    first, second = hdet.in_process(lambda: huge("loss", 7, {"safety": hdet.Safety(rollback=hdet.Rollback())}), 2)
     assert first == second
     assert "the loss was inf on replica 1" in first[0]
 
 
-def everybody(options):
+def everybody(rollback=None):
     torch.manual_seed(0)
     model = hdet.data_parallel(nn.Linear(2, 1))
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     events = []
     ensemble = hdet.Ensemble(
-        optimizer, [hdet.learning_rate(optimizer, spread=0.3)], total_steps=40, interval=4, model=model, guard=True,
-        on_round=[lambda record: events.extend(record.events)], **options,
+        optimizer, [hdet.learning_rate(optimizer, spread=0.3)], total_steps=40, interval=4, model=model,
+        safety=hdet.Safety(guard=True, rollback=rollback),
+        on_round=[lambda record: events.extend(record.events)],
     )  # fmt: skip
     ensemble.last_checkpoint = "/runs/7/step-4"
     for step in range(40):
@@ -628,14 +650,16 @@ def everybody(options):
 
 
 def test_if_all_are_sick_the_run_goes_back_to_the_snapshot():
-    events, weights = hdet.in_process(lambda: everybody({"rollback": hdet.Rollback()}), 2)[0]
+    events, weights = hdet.in_process(lambda: everybody(hdet.Rollback()), 2)[0]
     assert any("rolled back" in event for event in events)
     assert all(math.isfinite(x) for row in weights for x in row)
 
 
 def test_if_all_are_sick_and_there_is_no_snapshot_the_error_points_to_the_checkpoint():
-    with pytest.raises(hdet.ReplicaError, match=r"no replica's weights are finite.*from /runs/7/step-4.*Rollback"):
-        hdet.in_process(lambda: everybody({}), 2)
+    with pytest.raises(
+        hdet.ReplicaError, match=r"no replica's weights are finite.*from /runs/7/step-4.*Safety\(rollback"
+    ):
+        hdet.in_process(lambda: everybody(), 2)
 
 
 def divergent(rollback):
@@ -644,10 +668,10 @@ def divergent(rollback):
     torch.manual_seed(0)
     model = hdet.data_parallel(nn.Linear(6, 1))
     optimizer = optim.SGD(model.parameters(), lr=10.0)  # 0.1 is a good one
-    options = {"rollback": hdet.Rollback(most=20)} if rollback else {}
     ensemble = hdet.Ensemble(
-        optimizer, [hdet.learning_rate(optimizer, spread=0.3)], total_steps=400, interval=5, model=model, guard=True,
-        controller=hdet.Softmax(temperature=0.1), **options,
+        optimizer, [hdet.learning_rate(optimizer, spread=0.3)], total_steps=400, interval=5, model=model,
+        safety=hdet.Safety(guard=True, rollback=hdet.Rollback(most=20) if rollback else None),
+        controller=hdet.Softmax(temperature=0.1),
     )  # fmt: skip
     losses = []
     for step in range(400):
@@ -668,7 +692,9 @@ def test_a_rate_that_diverges_at_once_recovers_with_rollback():
 
 
 def test_without_rollback_the_error_says_what_to_do():
-    with pytest.raises(hdet.ReplicaError, match=r"run has diverged.*lower learning rate.*rollback=hdet"):
+    with pytest.raises(
+        hdet.ReplicaError, match=r"run has diverged.*lower learning rate.*safety=hdet\.Safety\(rollback=True\)"
+    ):
         hdet.in_process(lambda: divergent(False), 2)
 
 
@@ -711,7 +737,7 @@ class Wild:
 @pytest.mark.parametrize("asked", [math.nan, math.inf, -math.inf, 0.0, -3.0, 1e9, 1e-9, 1.5])
 def test_no_controller_moves_a_scale_farther_than_the_limits(asked):
     seen = {"h": Observation(1.0, 1.0, 0.0, (0.5, 1.5))}
-    steering = Steering(Wild(asked), ["h"], True, hdet.Limits(per_round=2.0, overall=5.0))
+    steering = Steering(Wild(asked), ["h"], limits=hdet.Limits(per_round=2.0, overall=5.0))
     scale = 1.0
     for round in range(1, 6):
         steering.update(Report(round, (1.0, 2.0), seen))
@@ -730,4 +756,4 @@ def test_bad_limits_are_refused():
         hdet.Limits(per_round=0.5)
     o = optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(TypeError, match=r"limits must be an hdet\.Limits"):
-        hdet.Ensemble(o, total_steps=5, limits=2.0)
+        hdet.Ensemble(o, total_steps=5, safety=hdet.Safety(limits=2.0))

@@ -33,7 +33,8 @@ def learn(path, per_group):
     explored = [rates, hdet.weight_decay(o, spread=0.3), hdet.momentum(o, spread=0.3)]
     scalar = hdet.scalar("temperature", 1.0, spread=0.1)
     ensemble = hdet.Ensemble(
-        o, [*explored, scalar], total_steps=STEPS, interval=INTERVAL, model=ddp, gradients="local", outer_step=0.5,
+        o, [*explored, scalar], total_steps=STEPS, interval=INTERVAL, model=ddp, gradients="local",
+        averaging=hdet.Averaging(outer_step=0.5),
         controller=hdet.Softmax(temperature=1e-3, momentum=0.0), on_round=[hdet.JSONLines(path)],
     )  # fmt: skip
     schedule = optim.lr_scheduler.ExponentialLR(o, 0.97)

@@ -11,9 +11,10 @@ from processes import run
 from torch import nn, optim
 
 import hdet
+from hdet import Rollback
 from hdet._engine.state import averaged_state
 from hdet._phases.outer_step import TakeOuterStep
-from hdet._phases.rollback.alarm import Alarm, Rollback
+from hdet._phases.rollback.alarm import Alarm, check_most
 
 
 def verdicts(losses, steps, alarm=None):
@@ -215,7 +216,9 @@ def long_rounds(interval, batches=1, resumed=None):
 
     def make(**options):
         rate = hdet.learning_rate(o, spread=0.1)
-        return hdet.Ensemble(o, [rate], total_steps=200, interval=interval, rollback=hdet.Rollback(**options))
+        return hdet.Ensemble(
+            o, [rate], total_steps=200, interval=interval, safety=hdet.Safety(rollback=hdet.Rollback(**options))
+        )
 
     ensemble, given = make(), []
     for step in range(120):
@@ -310,16 +313,16 @@ def test_options_that_are_no_numbers(options):
 
 
 def test_too_many_rollbacks_are_an_error():
-    rollback = Rollback(most=2)
-    assert rollback.alarm == Alarm(100, 100)
-    state = rollback.alarm.init()
+    rollback, alarm = Rollback(most=2), Alarm()
+    assert (rollback.window, rollback.every) == (alarm.window, alarm.every) == (100, 100)
+    state = alarm.init()
     for count in range(3):
-        state, verdict = rollback.alarm.update(state, math.nan, 5)
+        state, verdict = alarm.update(state, math.nan, 5)
         assert verdict == "alarm"
         if count < 2:
-            rollback.check(state, step=77)
+            check_most(rollback, state, step=77)
     with pytest.raises(RuntimeError, match=r"diverged again at step 77, after 2 rollbacks.*Rollback\(most=4\)"):
-        rollback.check(state, step=77)
+        check_most(rollback, state, step=77)
 
 
 # In the ensemble
@@ -334,7 +337,7 @@ def diverging(spread, gradients):
     events = []
     ensemble = hdet.Ensemble(
         o, [hdet.learning_rate(o, spread=spread)], total_steps=400, interval=5, model=model, gradients=gradients,
-        rollback=hdet.Rollback(window=20, every=20), on_round=[lambda r: events.extend(r.events)],
+        safety=hdet.Safety(rollback=hdet.Rollback(window=20, every=20)), on_round=[lambda r: events.extend(r.events)],
     )  # fmt: skip
     losses = []
     for step in range(400):
@@ -380,19 +383,19 @@ def test_rollback_on_real_processes():
 def test_without_losses_it_is_refused():
     model = nn.Linear(2, 1)
     o = optim.SGD(model.parameters(), lr=0.1)
-    ensemble = hdet.Ensemble(o, total_steps=10, rollback=hdet.Rollback())
+    ensemble = hdet.Ensemble(o, total_steps=10, safety=hdet.Safety(rollback=hdet.Rollback()))
     model(torch.ones(1, 2)).sum().backward()
     o.step()
     with pytest.raises(ValueError, match="Rollback judges by the losses"):
         ensemble.step()
     with pytest.raises(TypeError, match=r"rollback=hdet\.Rollback\(\)"):
-        hdet.Ensemble(o, total_steps=10, rollback=True)
+        hdet.Ensemble(o, total_steps=10, safety=hdet.Safety(rollback=3))
 
 
 def test_there_is_always_a_learning_rate_to_cut():
     model = nn.Linear(2, 1)
     o = optim.AdamW(model.parameters(), lr=0.1)
-    ensemble = hdet.Ensemble(o, [hdet.momentum(o)], total_steps=10, rollback=hdet.Rollback())
+    ensemble = hdet.Ensemble(o, [hdet.momentum(o)], total_steps=10, safety=hdet.Safety(rollback=hdet.Rollback()))
     assert "learning_rate" in ensemble.scales
 
 
@@ -403,7 +406,7 @@ def test_a_rollback_changes_nothing_of_what_auto_picks():
     options = {"total_steps": 8000, "controller": hdet.Auto(), "probe": probe, "model": model}
     plain = hdet.Ensemble(o, [hdet.weight_decay(o)], **options)
     plain.close()
-    guarded = hdet.Ensemble(o, [hdet.weight_decay(o)], rollback=hdet.Rollback(), **options)
+    guarded = hdet.Ensemble(o, [hdet.weight_decay(o)], safety=hdet.Safety(rollback=hdet.Rollback()), **options)
     assert (guarded.interval, guarded.design, guarded.engine.phase(TakeOuterStep).outer.amount) == (
         plain.interval,
         plain.design,
@@ -421,7 +424,7 @@ def odd_moments():
     events, scales = [], []
     ensemble = hdet.Ensemble(
         o, [hdet.learning_rate(o, spread=0.1), hdet.attribute(net, "heat", spread=0.3)], total_steps=100, interval=4,
-        model=net, gradients="local", rollback=hdet.Rollback(),
+        model=net, gradients="local", safety=hdet.Safety(rollback=hdet.Rollback()),
         on_round=[lambda r: (events.extend(r.events), scales.append(r.hyperparameters["learning_rate"].scale))],
     )  # fmt: skip
     for step in range(40):
@@ -475,7 +478,7 @@ def under(controller):
     ensemble = hdet.Ensemble(
         o, [hdet.learning_rate(o, spread=0.3)], total_steps=80, interval=4, model=model, controller=controller,
         probe=hdet.Probe(x, lambda model, x: (model(x) - x.sum(1, keepdim=True)).square().mean(), held_out=True),
-        rollback=hdet.Rollback(),
+        safety=hdet.Safety(rollback=hdet.Rollback()),
         on_round=[lambda record: events.extend((e, controller_state(ensemble)) for e in record.events)],
     )  # fmt: skip
     for step in range(40):
@@ -511,7 +514,7 @@ def with_odd_losses(controller, odd, everywhere):
     events, scales = [], []
     ensemble = hdet.Ensemble(
         o, [hdet.learning_rate(o, spread=0.3)], total_steps=400, interval=5, model=model, controller=controller,
-        rollback=hdet.Rollback(),
+        safety=hdet.Safety(rollback=hdet.Rollback()),
         on_round=[lambda r: (events.extend(r.events), scales.append(r.hyperparameters["learning_rate"].scale))],
     )  # fmt: skip
     for step in range(400):

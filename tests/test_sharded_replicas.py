@@ -57,7 +57,7 @@ def start(gradients, kind=optim.AdamW, **options):
     optimizer = kind(model.parameters(), lr=1e-2)
     schedule = optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, STEPS)
     ensemble = hdet.Ensemble(
-        optimizer, [hdet.learning_rate(optimizer, spread=SPREAD)], interval=INTERVAL, model=model, mesh=mesh,
+        optimizer, [hdet.learning_rate(optimizer, spread=SPREAD)], interval=INTERVAL, model=model, replicas=mesh,
         gradients=gradients, **options,
     )  # fmt: skip
     return model, optimizer, schedule, ensemble
@@ -208,11 +208,11 @@ def load(path, parts):
 
 
 def resumed(path, at, gradients, kind=optim.AdamW):
-    whole_run = start(gradients, kind, total_steps=STEPS, outer_step=0.5)
+    whole_run = start(gradients, kind, total_steps=STEPS, averaging=hdet.Averaging(outer_step=0.5))
     train(whole_run, range(at))
     save(path, whole_run)
     after = train(whole_run, range(at, STEPS))
-    again = start(gradients, kind, total_steps=STEPS, outer_step=0.5)
+    again = start(gradients, kind, total_steps=STEPS, averaging=hdet.Averaging(outer_step=0.5))
     load(path, again)
     key = hdet.replica_key(again[3])
     assert train(again, range(at, STEPS)) == after
@@ -236,7 +236,11 @@ def test_a_run_resumes_from_torchs_distributed_checkpoint_bit_for_bit(tmp_path):
 
 def recovers():
     events = []
-    parts = start("shared", rollback=hdet.Rollback(window=4, every=1), on_round=[lambda r: events.extend(r.events)])
+    parts = start(
+        "shared",
+        safety=hdet.Safety(rollback=hdet.Rollback(window=4, every=1)),
+        on_round=[lambda r: events.extend(r.events)],
+    )
     kept = {}
     for step in (0, 4):
         train(parts, range(step, step + 4))
@@ -263,7 +267,7 @@ def tensor_parallel():
     plain = copy.deepcopy(model)
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     results = []
-    for net, options in ((model, {"mesh": mesh}), (plain, {"process_group": mesh.get_group("dp_replicate")})):
+    for net, options in ((model, {"replicas": mesh}), (plain, {"replicas": mesh.get_group("dp_replicate")})):
         optimizer = optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         ensemble = hdet.Ensemble(
             optimizer, [hdet.learning_rate(optimizer, spread=0.5)], interval=3, total_steps=7, model=net,
@@ -297,7 +301,7 @@ def finds():
     def step(index):
         loss_of(model, batch(index % 5, dist.get_rank())).backward()
 
-    found = hdet.find_lr(model, optimizer, step, probe=probe, mesh=mesh)
+    found = hdet.find_lr(model, optimizer, step, probe=probe, replicas=mesh)
     assert weights(model) == before
     return found.rate
 
@@ -312,13 +316,13 @@ def test_the_rate_is_found_by_all_ranks_together():
 def refused(kind):
     mesh = make_mesh()
     model = network()
-    options = {"gradients": "shared", "mesh": mesh}
+    options = {"gradients": "shared", "replicas": mesh}
     if kind == "one dimension":
-        options["mesh"] = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
-        shard(model, options["mesh"])
+        options["replicas"] = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+        shard(model, options["replicas"])
     elif kind == "no mesh":
         shard(model, mesh)
-        options["mesh"] = None
+        options["replicas"] = None
     elif kind == "not shared":
         shard(model, mesh["shard"])
     elif kind == "not local":
@@ -326,14 +330,14 @@ def refused(kind):
         options["gradients"] = "local"
     elif kind == "guard":
         shard(model, mesh)
-        options["guard"] = True
+        options["safety"] = hdet.Safety(guard=True)
     elif kind == "both":
         shard(model, mesh)
-        options["process_group"] = mesh.get_group("replicate")
+        options["mesh"] = mesh
     elif kind == "no model":
         shard(model, mesh)
     elif kind == "no mesh at all":
-        options["mesh"] = (2, 2)
+        options["replicas"] = (2, 2)
     elif kind == "one rank":
         shard(model, mesh)
         options["seed"] = 7 if dist.get_rank() == 3 else 0
@@ -346,14 +350,14 @@ def refused(kind):
 
 REFUSED = {
     "one dimension": 'there is one model, so replicas cannot diverge.*mesh_dim_names=\\("replicate", "shard"\\)',
-    "no mesh": r"hdet\.Ensemble\(\.\.\., mesh=mesh\)",
+    "no mesh": r"hdet\.Ensemble\(\.\.\., replicas=mesh\)",
     "not shared": r"nothing shares the gradients of different replicas.*fully_shard\(model, mesh=mesh\)",
     "not local": r'fully_shard\(model, mesh=mesh\["shard"\]\)',
     "nothing shared": "nothing shares the gradients of different replicas: the model is not placed on the mesh",
     "no model": "a sharded model must be given.*model=model",
     "guard": "guard=True needs whole gradients on every rank",
-    "both": "give one of them",
-    "no mesh at all": "mesh must be a DeviceMesh, got \\(2, 2\\)",
+    "both": "hdet.Ensemble has no argument 'mesh'; write replicas=mesh",
+    "no mesh at all": "replicas must be a process group or a DeviceMesh, got \\(2, 2\\)",
     "one rank": "the replicas disagree on seed: 7 on rank 3, but 0 on the others",
 }
 
@@ -383,8 +387,8 @@ def disturbed(look):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nobody reads the probe
         ensemble = hdet.Ensemble(
-            optimizer, [hdet.learning_rate(optimizer, spread=SPREAD)], interval=3, model=model, mesh=mesh, probe=probe,
-            controller=hdet.Fixed(),
+            optimizer, [hdet.learning_rate(optimizer, spread=SPREAD)], interval=3, model=model, replicas=mesh,
+            probe=probe, controller=hdet.Fixed(),
         )  # fmt: skip
     losses = []
     for step in range(8):
@@ -408,7 +412,7 @@ def keeps_training_on_what_is_there():
     probe = hdet.Probe([(x, x) for x in batch(0, 9)], lambda m, b: loss_of(m, b[0]))
     hdet.find_lr(
         model, optimizer, lambda index: loss_of(model, batch(index % 5, dist.get_rank())).backward(), probe=probe,
-        mesh=mesh,
+        replicas=mesh,
     )  # fmt: skip
     assert loss_of(model, batch(0, 0)).item() == before
 
@@ -421,10 +425,10 @@ def resume_outer(path, at, **options):
     """Where a round began, and the momenta of the outer step, are in parts as well."""
     results = []
     for again in (False, True):
-        model = shard(network(), options.get("mesh") or init_device_mesh("cpu", (4,)))
+        model = shard(network(), options.get("replicas") or init_device_mesh("cpu", (4,)))
         optimizer = optim.AdamW(model.parameters(), lr=1e-2)
         schedule = optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, 10)
-        spread = hdet.learning_rate(optimizer, spread=SPREAD if "mesh" in options else 0.0)
+        spread = hdet.learning_rate(optimizer, spread=SPREAD if "replicas" in options else 0.0)
         ensemble = hdet.Ensemble(optimizer, [spread], interval=3, model=model, **options)
         parts = model, optimizer, schedule, ensemble
         if again:
@@ -438,9 +442,11 @@ def resume_outer(path, at, **options):
 
 
 def resumes_outer_steps(path):
-    resume_outer(f"{path}/end", 6, mesh=make_mesh(), outer_step=hdet.Nesterov())
-    resume_outer(f"{path}/mid", 7, mesh=make_mesh(), outer_step=0.5)
-    resume_outer(f"{path}/plain", 7, outer_step=0.5)  # one model over all ranks, which an outer step is for, too
+    resume_outer(f"{path}/end", 6, replicas=make_mesh(), averaging=hdet.Averaging(outer_step=hdet.Nesterov()))
+    resume_outer(f"{path}/mid", 7, replicas=make_mesh(), averaging=hdet.Averaging(outer_step=0.5))
+    resume_outer(
+        f"{path}/plain", 7, averaging=hdet.Averaging(outer_step=0.5)
+    )  # one model over all ranks, which an outer step is for, too
 
 
 def resumes_tail_averages(path):
@@ -451,14 +457,14 @@ def resumes_tail_averages(path):
     given = {
         "total_steps": 10,
         "probe": probe,
-        "tail_average": 0.8,
+        "averaging": hdet.Averaging(tail=0.8),
         "controller": hdet.Fixed(),
         "on_round": [told.append],
     }
-    resume_outer(f"{path}/end", 6, mesh=make_mesh(), **given)
-    resume_outer(f"{path}/mid", 7, mesh=make_mesh(), **given)
+    resume_outer(f"{path}/end", 6, replicas=make_mesh(), **given)
+    resume_outer(f"{path}/mid", 7, replicas=make_mesh(), **given)
     one = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
-    resume_outer(f"{path}/one", 7, mesh=one, **given)  # one model over all ranks
+    resume_outer(f"{path}/one", 7, replicas=one, **given)  # one model over all ranks
     with pytest.raises(ValueError, match="the optimizer holds DTensors"):
         resume_outer(f"{path}/plain", 7, **given)
     ends = [event for record in told for event in record.events if event.startswith("tail average: taken")]
@@ -482,8 +488,8 @@ def odd_models():
     shard(model, mesh)  # the last layer has one row: one rank of each replica holds nothing that is trained
     optimizer = optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     ensemble = hdet.Ensemble(
-        optimizer, [hdet.learning_rate(optimizer, spread=SPREAD)], interval=2, model=model, mesh=mesh, outer_step=0.5,
-        also=[ema],
+        optimizer, [hdet.learning_rate(optimizer, spread=SPREAD)], interval=2, model=model, replicas=mesh,
+        averaging=hdet.Averaging(outer_step=0.5, followers=[ema]),
     )  # fmt: skip
     train((model, optimizer, optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0), ensemble), range(4))
     ensemble.close()
@@ -494,7 +500,7 @@ def one_replica():
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
     model = shard(network(), mesh)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    ensemble = hdet.Ensemble(optimizer, interval=2, model=model, mesh=mesh)
+    ensemble = hdet.Ensemble(optimizer, interval=2, model=model, replicas=mesh)
     with pytest.warns(UserWarning, match="there is one replica only"):
         train((model, optimizer, optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0), ensemble), range(3))
     ensemble.close()

@@ -34,15 +34,15 @@ def a_probe():
     return hdet.Probe(lambda index: [batch(10**6 + 10 * index + k) for k in range(4)], loss_of)
 
 
-def make(lr=0.3, spread=0.0, dtype=torch.float32, total_steps=STEPS, **options):
+def make(lr=0.3, spread=0.0, dtype=torch.float32, total_steps=STEPS, tail=0.5, followers=(), **options):
     torch.manual_seed(0)
     model = hdet.data_parallel(nn.Linear(4, 1).to(dtype))
     optimizer = optim.SGD(model.parameters(), lr=lr)
     told = []
-    options = {"probe": a_probe(), "tail_average": 0.5, "controller": hdet.LineSearch(), **options}
+    options = {"probe": a_probe(), "controller": hdet.LineSearch(), **options}
     ensemble = hdet.Ensemble(
         optimizer, [hdet.learning_rate(optimizer, spread=spread)], total_steps=total_steps, interval=INTERVAL,
-        model=model, on_round=[told.append], **options,
+        model=model, on_round=[told.append], averaging=hdet.Averaging(tail=tail, followers=followers), **options,
     )  # fmt: skip
     return model, optimizer, ensemble, told
 
@@ -68,7 +68,7 @@ def flat(model):
 def plain(**options):
     """The last weights of the same run without an average, and those of all round ends that count, in float64."""
     ends = []
-    parts = make(**{**options, "tail_average": 0})
+    parts = make(**{**options, "tail": 0})
     last = train(
         parts, after=lambda s: ends.append(flat(parts[0]).double()) if s > FIRST and s % INTERVAL == 0 else None
     )
@@ -101,7 +101,7 @@ def test_what_still_learns_is_left_bit_for_bit():
 
 def test_it_can_be_observed_only():
     last, _ = plain()
-    parts = make(act=False)
+    parts = make(observe_only=True)
     assert torch.equal(train(parts), last)
     assert any(event.startswith("tail average: would be taken") for event in parts[3][-1].events)
     assert hdet.make_schedule(parts[3])["tail_average_taken"] is False
@@ -201,7 +201,7 @@ def test_a_longer_run_forgets_what_came_too_early():
     train(first, range(45))
     saved = [part.state_dict() for part in first[:3]]
     for part, mean_of in ((0.5, 0), (0.75, 5)):
-        model, optimizer, again, _ = make(total_steps=80, tail_average=part)
+        model, optimizer, again, _ = make(total_steps=80, tail=part)
         for one, state in zip((model, optimizer, again), saved, strict=True):
             one.load_state_dict(state)
         assert (
@@ -251,7 +251,8 @@ def test_what_shares_memory_is_swapped_once(lr, follows):
         optimizer = optim.SGD(model.parameters(), lr=lr)
         ensemble = hdet.Ensemble(
             optimizer, [hdet.learning_rate(optimizer, spread=0.0)], total_steps=STEPS, interval=INTERVAL, model=model,
-            probe=a_probe(), controller=hdet.LineSearch(), tail_average=part, also=[model.flat] if follows else [],
+            probe=a_probe(), controller=hdet.LineSearch(),
+            averaging=hdet.Averaging(tail=part, followers=[model.flat] if follows else []),
         )  # fmt: skip
         train(
             (model, optimizer, ensemble, []),
@@ -292,7 +293,7 @@ def test_a_state_of_another_layer_is_refused():
         optimizer = optim.SGD(model.parameters(), lr=0.01)
         ensemble = hdet.Ensemble(
             optimizer, [hdet.learning_rate(optimizer, spread=0.0)], total_steps=STEPS, interval=INTERVAL, model=model,
-            probe=a_probe(), tail_average=0.5, controller=hdet.LineSearch(),
+            probe=a_probe(), averaging=hdet.Averaging(tail=0.5), controller=hdet.LineSearch(),
         )  # fmt: skip
         return model, optimizer, ensemble, []
 
@@ -312,7 +313,7 @@ def test_a_state_of_another_model_is_refused():
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     ensemble = hdet.Ensemble(
         optimizer, [hdet.learning_rate(optimizer, spread=0.0)], total_steps=STEPS, interval=INTERVAL, model=model,
-        probe=a_probe(), tail_average=0.5, controller=hdet.LineSearch(),
+        probe=a_probe(), averaging=hdet.Averaging(tail=0.5), controller=hdet.LineSearch(),
     )  # fmt: skip
     with pytest.raises(ValueError, match="the saved tail average is that of another model"):
         ensemble.load_state_dict(first[2].state_dict())
@@ -330,7 +331,7 @@ def test_half_precision_is_averaged_in_single_precision_and_put_back_exactly():
 def test_what_follows_the_weights_goes_along():
     last, _ = plain()
     double = torch.zeros(5)
-    parts = make(also=[double])
+    parts = make(followers=[double])
     found = train(parts, after=lambda step: double.copy_(2 * flat(parts[0])))
     torch.testing.assert_close(double, 2 * found)
     assert not torch.equal(found, last)
@@ -376,8 +377,8 @@ class Normed(nn.Sequential):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tail_average": 1.5}, r"tail_average must lie in \[0, 1\], a part of the run"),
-        ({"tail_average": math.nan}, "tail_average must lie in"),
+        ({"tail": 1.5}, r"tail must lie in \[0, 1\], a part of the run"),
+        ({"tail": math.nan}, "tail must lie in"),
         ({"total_steps": None}, "whose length must be known: write total_steps="),
         ({"probe": None, "controller": hdet.Fixed()}, r"it needs a probe.*probe=hdet.Probe\(...\)"),
         ({"model": None, "probe": lambda index: 1.0}, r"it needs to know the model \(model=model\)"),
@@ -387,9 +388,10 @@ class Normed(nn.Sequential):
 def test_what_cannot_be_averaged_is_refused(options, message):
     model = options.get("model") or nn.Linear(4, 1)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    given = {"total_steps": 60, "probe": a_probe(), "model": model, "tail_average": 0.5, **options}
+    given = {"total_steps": 60, "probe": a_probe(), "model": model, "tail": 0.5, **options}
     with pytest.raises(ValueError, match=message):
-        hdet.Ensemble(optimizer, [hdet.learning_rate(optimizer, spread=0.0)], **given)
+        averaging = hdet.Averaging(tail=given.pop("tail"))
+        hdet.Ensemble(optimizer, [hdet.learning_rate(optimizer, spread=0.0)], averaging=averaging, **given)
 
 
 @pytest.mark.parametrize("statistics", [True, False])
@@ -437,7 +439,7 @@ def test_fixed_may_have_a_probe_for_it():
 def replicas(spread, gradients):
     """All replicas end with the same weights, those of the twin: half of the way to the mean of the round ends."""
     options = {"spread": spread, "gradients": gradients, "controller": hdet.Fixed()}
-    ends, parts = [], make(**options, tail_average=0)
+    ends, parts = [], make(**options, tail=0)
     for step in range(STEPS):
         last = train(parts, [step])
         if step + 1 > FIRST and (step + 1) % INTERVAL == 0:
@@ -486,7 +488,7 @@ def test_uneven_data_do_without():
 
 def test_a_rollback_begins_anew():
     """After the loss has run away, the mean holds nothing of it."""
-    parts = make(rollback=hdet.Rollback(window=4), controller=hdet.Fixed())
+    parts = make(safety=hdet.Safety(rollback=hdet.Rollback(window=4)), controller=hdet.Fixed())
     train(parts, range(40))
     with torch.no_grad():
         parts[0].weight.fill_(math.nan)

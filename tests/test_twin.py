@@ -48,8 +48,8 @@ def with_library(decay):
         model_sync_interval=INTERVAL,
         enable_auto_lr=True,
         loss_scale=0.1,
-        auto_lr_decay=decay,
-        seed=SEED,
+        decay=decay,
+        ensemble={"seed": SEED},
         model=model,
     )
     trace = []

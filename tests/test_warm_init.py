@@ -130,7 +130,8 @@ def noisy_run(options, steps=4, spread=0.0):
 @pytest.mark.parametrize(
     ("options", "spread"),
     [({}, 0.0), ({"controller": hdet.Auto(finds=False), "probe": flat}, 0.1),
-     ({"outer_step": 0.5}, 0.0), ({"outer_step": 0.5}, 0.1), ({"outer_step": hdet.Nesterov()}, 0.1)],
+     ({"averaging": hdet.Averaging(outer_step=0.5)}, 0.0), ({"averaging": hdet.Averaging(outer_step=0.5)}, 0.1),
+     ({"averaging": hdet.Averaging(outer_step=hdet.Nesterov())}, 0.1)],
 )  # fmt: skip
 def test_the_first_round_ends_in_an_average_whatever_is_explored(options, spread):
     for seen, progress in run(noisy_run, 2, options, 4, spread):
@@ -211,7 +212,12 @@ def noisy_and_resumed(folder, steps, outer_step):
         model = DistributedDataParallel(make())
         o = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
         ensemble = hdet.Ensemble(
-            o, [hdet.learning_rate(o, spread=0.1)], interval=2, total_steps=8, model=model, outer_step=outer_step
+            o,
+            [hdet.learning_rate(o, spread=0.1)],
+            interval=2,
+            total_steps=8,
+            model=model,
+            averaging=hdet.Averaging(outer_step=outer_step),
         )
         hdet.warm_init(model)
         return model, o, {"model": model, "optimizer": o, "ensemble": ensemble}
@@ -265,12 +271,12 @@ def sharded_and_trained(outer_step):
     """The way out for sharded replicas: noise, then fully_shard, then an ensemble on the mesh."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = make()
-    hdet.warm_init(model, process_group=mesh["replicate"].get_group(), unwrapped=True)
+    hdet.warm_init(model, replicas=mesh["replicate"].get_group(), unwrapped=True)
     torch.distributed.fsdp.fully_shard(model, mesh=mesh)
     o = torch.optim.SGD(model.parameters(), lr=1e-3)
     ensemble = hdet.Ensemble(
-        o, [hdet.learning_rate(o, spread=0.0)], interval=2, total_steps=6, model=model, mesh=mesh,
-        outer_step=outer_step,
+        o, [hdet.learning_rate(o, spread=0.0)], interval=2, total_steps=6, model=model, replicas=mesh,
+        averaging=hdet.Averaging(outer_step=outer_step),
     )  # fmt: skip
     equal = []
     for _ in range(6):
@@ -292,9 +298,11 @@ def test_noise_of_sharded_replicas_is_averaged(outer_step):
 
 def sharded():
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    model = make()
-    hdet.warm_init(model, process_group=mesh["replicate"].get_group(), unwrapped=True)
+    model, same = make(), make()
+    hdet.warm_init(model, replicas=mesh)
+    hdet.warm_init(same, replicas=mesh["replicate"].get_group(), unwrapped=True)
     noisy = model[0].weight.detach().clone()
+    assert torch.equal(noisy, same[0].weight)
     torch.distributed.fsdp.fully_shard(model, mesh=mesh)
     assert torch.equal(model[0].weight.full_tensor(), noisy)
     with pytest.raises(ValueError, match="before fully_shard") as caught:

@@ -13,12 +13,12 @@ from hdet._explore.in_groups import learning_rate, momentum, weight_decay
 from hdet._find_lr.find_lr import find_lr
 from hdet._find_lr.found_rate import FoundRate
 from hdet._find_lr.no_rate import FindLRError
-from hdet._phases.outer_step_of import Nesterov
-from hdet._phases.rollback.alarm import Rollback
+from hdet._options.averaging import Averaging, Nesterov
+from hdet._options.safety import Limits, Rollback, Safety
 from hdet._probe.probe import Probe
 from hdet._replicas import LostReplicaError, find_replicas
 from hdet._tensors.warm_init import warm_init
-from hdet.controllers import Auto, Controller, Fixed, Limits, LineSearch, Observation, Plan, Report, Slope, Softmax
+from hdet.controllers import Auto, Controller, Fixed, LineSearch, Observation, Plan, Report, Slope, Softmax
 from hdet.ensemble import Ensemble
 from hdet.in_process import ReplicaError, data_parallel, in_process
 from hdet.one_cycle import OneCycleAutoLR
@@ -37,6 +37,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Auto",
+    "Averaging",
     "Checkpoint",
     "Controller",
     "Ensemble",
@@ -60,6 +61,7 @@ __all__ = [
     "Report",
     "Rollback",
     "RoundRecord",
+    "Safety",
     "Scalar",
     "SearchRecord",
     "Slope",

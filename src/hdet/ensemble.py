@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from hdet._arguments import answers, check_count
 from hdet._engine import state
 from hdet._engine.along import follow, go_along
 from hdet._engine.assembly import assemble
@@ -29,25 +28,26 @@ from hdet._explore.slots import Design
 from hdet._find_lr.find_lr import find_lr
 from hdet._find_lr.found_rate import FoundRate
 from hdet._hooks import Hooks, WeakHook, innermost
+from hdet._options.averaging import Averaging
+from hdet._options.safety import Safety
 from hdet._phases.local_gradients import GradientSharing
-from hdet._phases.outer_step_of import Nesterov, OuterStep
-from hdet._phases.rollback.alarm import Rollback
+from hdet._phases.outer_step_of import OuterStep
 from hdet._phases.scores import Scores
 from hdet._phases.tail_of import probes_at_end
 from hdet._phases.uneven_data import UnevenData, joined
 from hdet._probe.judge import AnyProbe
 from hdet._probe.probe import Probe
 from hdet._probe.score import Loss
-from hdet._replicas import Replicas
+from hdet._replicas import Replicas, Where
 from hdet._replicas.agreement import agreed, claim
 from hdet._run import checks
 from hdet._run.one_line import one_line
 from hdet._run.rounds import Stage
-from hdet._run.settings import read_settings
+from hdet._run.settings import Arguments, instead, read_settings
 from hdet._tensors import converge
 from hdet._tensors.local_gradients import Gradients
 from hdet._user_warning import warn
-from hdet.controllers import Controller, Limits
+from hdet.controllers import Controller
 from hdet.records.record import OnRound
 
 
@@ -70,33 +70,19 @@ class Ensemble:
             that depend on the number alone.
         gradients: "shared", as DDP does at every step, or "local": replicas train on their own between converges and
             send nothing. Needed by what acts before gradients are shared (dropout, label smoothing).
-        outer_step: how much of a round's way is taken when it ends, in (0, 1], or an `hdet.Nesterov`; see
-            the guide. The last round's is taken whole. By default what the controller wants, which mostly is 1.
-        tail_average: the part of the run at its end, in [0, 1], whose round ends are averaged: when the run ends, the
-            probe tells whether half of the way to that mean is better than the last weights. 0 for
-            none. By default what the controller wants, where that is possible: `Auto` a half in runs of 2,000 steps
-            and more. Costs a copy of what is trained and of `also`, in single precision at least. The probe is asked
-            for 16 indices that no round has had.
-        average_state: average the optimizer state of local gradients too. False: each replica keeps its own, which
-            saves two thirds of the traffic with Adam; it is averaged once, when the run ends.
         design: how slots are dealt to several hyperparameters: "permutations", "orthogonal" or "turns"; by default
             what the controller wants.
-        rollback: what to do when the run diverges: an `hdet.Rollback`; None to do nothing. Needs the losses, and one
-            small gather at the end of each round. Data and schedule do not rewind.
-        guard: leave out what is not finite: a step whose gradient is not is skipped on all replicas alike, a replica
-            whose weights, optimizer state or score are not is left out of the average and given it. See docs/safety.md
-            for what that costs.
-        limits: how far any controller may move a scale, per round and overall: an `hdet.Limits`.
-        atomic: a replica that is lost while the others average leaves their weights as they were. Costs a copy of them.
-        act: False to observe: everything is measured and recorded, the centers stay on the schedule (except that a
-            rollback cuts the learning rates).
         model: the trained module; its floating-point buffers (BatchNorm statistics) are averaged too.
-        also: modules or tensors that follow the weights (EMA, SWA, fp32 masters), averaged along.
-        process_group: the replicas; by default all ranks.
-        mesh: a device mesh in place of a process group, for replicas that are sharded (FSDP2, tensor parallelism): its
-            dimension "replicate" counts them (or "dp_replicate", or the first one), the others are the parts of each.
+        averaging: what is averaged and how much of it counts (outer step, tail average, optimizer state, what follows
+            the weights): an `hdet.Averaging`.
+        safety: what to do about numbers that are not finite, a run that diverges and replicas that are lost: an
+            `hdet.Safety`.
+        replicas: who they are: a process group, or a device mesh for replicas that are sharded (FSDP2, tensor
+            parallelism), whose dimension "replicate" counts them (or "dp_replicate", or the first one) and whose other
+            dimensions are the parts of each. By default all ranks.
         seed: what the slots are dealt from; the same on every replica.
-        start_step: optimizer steps that were taken before, when resuming without a saved state.
+        observe_only: measure and record everything, and leave the centers on the schedule (except that a rollback cuts
+            the learning rates).
         on_round: called with a `RoundRecord` after each round, on every replica.
 
     Raises:
@@ -112,6 +98,7 @@ class Ensemble:
     """
 
     @agreed("hdet.Ensemble")
+    @answers("hdet.Ensemble", instead("{}={}"))
     def __init__(
         self,
         optimizer: Optimizer | Sequence[Optimizer],
@@ -122,33 +109,19 @@ class Ensemble:
         controller: Controller | None = None,
         probe: AnyProbe | None = None,
         gradients: Gradients = "shared",
-        outer_step: float | Nesterov | None = None,
-        tail_average: float | None = None,
-        average_state: bool = True,
         design: Design | None = None,
-        rollback: Rollback | None = None,
-        guard: bool = False,
-        limits: Limits | None = None,
-        atomic: bool = False,
-        act: bool = True,
         model: nn.Module | None = None,
-        also: Sequence[nn.Module | Tensor] = (),
-        process_group: dist.ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
+        averaging: Averaging | None = None,
+        safety: Safety | None = None,
+        replicas: Where | None = None,
         seed: int = 0,
-        start_step: int = 0,
+        observe_only: bool = False,
         on_round: Sequence[OnRound] = (),
     ) -> None:
-        self._settings = read_settings(
-            optimizer, hyperparameters, total_steps=total_steps, interval=interval, controller=controller, probe=probe,
-            gradients=gradients, outer_step=outer_step, tail_average=tail_average, average_state=average_state,
-            design=design, rollback=rollback, guard=guard, limits=limits, atomic=atomic, act=act, model=model,
-            process_group=process_group, mesh=mesh, seed=seed,
-        )  # fmt: skip
-        checks.check_followers(also, on_round)
-        checks.check_start_step(start_step)
-        self._on_round = tuple(on_round)
-        self.engine = assemble(self._settings, tuple(also), start_step, self._on_round)
+        given = dict(locals())  # the arguments, by name
+        del given["self"]
+        self._settings = read_settings(Arguments(**given))
+        self.engine = assemble(self._settings)
         self._run, self._scores = self.engine.run, self.engine.phase(Scores)
         self._end_calls: list[Callable[[Ensemble], None]] = []
         self.engine.at_end = WeakHook(self._over)
@@ -156,9 +129,10 @@ class Ensemble:
         self._hooks = Hooks(self)
         if model is not None:  # in mid-round its state is not the average
             self._hooks.before_module_state_dict(innermost(model), self._before_state_dict)
-        if guard:
-            for module in (innermost(m) for m in (model, *also) if isinstance(m, nn.Module)):
-                self._hooks.after_module_load(module, self._after_load)
+        if self._settings.safety.guard:
+            for module in (model, *self._settings.averaging.followers):
+                if isinstance(module, nn.Module):
+                    self._hooks.after_module_load(innermost(module), self._after_load)
         claim(self._run.claims(), undo=self.close)
 
     # The protocol
@@ -204,11 +178,11 @@ class Ensemble:
         with self.engine.phase(GradientSharing).sharing():
             found = find_lr(
                 given.model, given.optimizers, step_fn, probe=given.probe, total_steps=self.total_steps,
-                outer_step=min(OuterStep(given.outer_step).gain, 1.0), also=also, **given.group_or_mesh,
+                outer_step=min(OuterStep(given.averaging.outer_step).gain, 1.0), also=also, replicas=given.replicas,
             )  # fmt: skip
         before = 1.0 if run.found is None else run.found.scale  # found.scale is that on the schedule
         run.found = found
-        if given.act:
+        if not given.observe_only:
             run.steering.scale_by(found.scale / before, given.rates)
         run.write_values()
         run.clock = time.perf_counter()  # the round begins now
@@ -308,9 +282,9 @@ class Ensemble:
             "load_state_dict(ensemble.state_dict())"
         )
         given = self._settings
-        for shared in (self.replicas, self.replicas.ranks, given.where, given.probe):
+        for shared in (self.replicas, self.replicas.ranks, given.replicas, given.probe):
             memo[id(shared)] = shared  # there is one set of processes, and of data, whatever is copied
-        memo[id(self._on_round)] = ()  # open files, and what else records are told to
+        memo[id(given.on_round)] = ()  # open files, and what else records are told to
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(vars(self), memo))
@@ -444,12 +418,13 @@ class Ensemble:
         return state.averaged_state(state_dict)
 
     @staticmethod
-    def probes_at_end(tail_average: float, probe: AnyProbe | None, model: nn.Module | None) -> int:
+    def probes_at_end(tail: float, probe: AnyProbe | None, model: nn.Module | None) -> int:
         """How often a run with this tail average scores a probe when it ends; 0 if it cannot be averaged."""
-        return probes_at_end(tail_average, probe, model)
+        return probes_at_end(tail, probe, model)
 
     def start_from(self, step: int) -> None:
         """Go on at `step` without a saved state: a new controller, the same weights on all replicas."""
+        check_count("step", step, least=0)
         state.start_from(self.engine, step)
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -7,33 +7,44 @@ from __future__ import annotations
 
 import math
 import numbers
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet._arguments import Rule, check_count, check_number
+from hdet._arguments import Rule, answers, check_count, check_names, check_number
 from hdet._explore.in_groups import InGroups
 from hdet._explore.slots import check_spread
 from hdet._find_lr.found_rate import FoundRate
 from hdet._hooks import unwrap
-from hdet._phases.outer_step_of import Nesterov
-from hdet._phases.rollback.alarm import Rollback
 from hdet._probe.score import Loss
 from hdet._replicas.agreement import agreed, claim
-from hdet._run.no_effect import last_acting_step
+from hdet._run.no_effect import last_acting_step, warm_up_told
+from hdet._run.settings import instead
 from hdet._tensors.deepspeed import check_deepspeed
 from hdet._user_warning import warn
-from hdet.controllers import RULES, Fixed, Limits, Softmax
+from hdet.controllers import RULES, Fixed, Softmax
 from hdet.ensemble import Ensemble
-from hdet.records.record import OnRound
 
 Decay = Literal["one_cycle", "geometric"]
+_FREE = ("averaging", "safety", "replicas", "seed", "observe_only", "on_round")
+"""The arguments of `hdet.Ensemble` that the scheduler leaves to the user."""
+_INSTEAD = {
+    **instead('ensemble={{"{}": {}}}'),
+    **{name: f'ensemble={{"{name}": ...}}' for name in _FREE},
+    **dict.fromkeys(("probe", "gradients", "design"), "hdet.Ensemble(...) beside torch's OneCycleLR"),
+    "auto_lr_decay": "decay=...",
+    "auto_lr_max_scale": "max_scale=...",
+    "controller": "enable_auto_lr=True",
+    "hyperparameters": "ensemble_lr_spread_ratio=1/9",
+    "interval": "model_sync_interval=100",
+    "model": "model=model",
+    "optimizer": "OneCycleAutoLR(optimizer, ...)",
+    "start_step": "last_epoch=start_step",
+    "total_steps": "total_steps=10_000",
+}
 
 
 class OneCycleAutoLR(OneCycleLR):
@@ -53,13 +64,12 @@ class OneCycleAutoLR(OneCycleLR):
         loss_scale: the softmax temperature: the loss difference that makes the odds e to 1.
         lr_of_lr: how much of the velocity is taken each round.
         momentum_of_lr: how much of the velocity is kept each round, in [0, 1).
-        auto_lr_decay: what the rates follow without a signal once the losses move them: "one_cycle", the
-            schedule itself, or "geometric", a constant factor per round down to OneCycleLR's last rate.
-        auto_lr_max_scale: the losses move a rate to at most this many times the schedule.
-        outer_step: how much of a round's way is taken when it ends, which needs a short interval; or an
-            `hdet.Nesterov`. See `hdet._phases.outer_step_of`.
-        rollback: what to do when the run diverges: an `hdet.Rollback`. Needs the losses.
-        guard, limits, atomic, model, also, process_group, mesh, seed, act, on_round: as in `hdet.Ensemble`.
+        model: as in `hdet.Ensemble`.
+        decay: what the rates follow without a signal once the losses move them: "one_cycle", the schedule itself, or
+            "geometric", a constant factor per round down to OneCycleLR's last rate.
+        max_scale: the losses move a rate to at most this many times the schedule.
+        ensemble: other arguments of `hdet.Ensemble`, by name: averaging, safety, replicas, seed, observe_only and
+            on_round. For example `ensemble={"safety": hdet.Safety(guard=True)}`.
 
     Give the losses of all but the last micro-batch of a step to `scheduler.ensemble.step(loss)`. Save and load
     through `state_dict()`: the object itself, which holds a process group, cannot be pickled. Within SequentialLR and
@@ -80,6 +90,7 @@ class OneCycleAutoLR(OneCycleLR):
     _ready = False  # torch's constructor takes a first step before there is an ensemble
 
     @agreed("hdet.OneCycleAutoLR")
+    @answers("hdet.OneCycleAutoLR", _INSTEAD)
     def __init__(
         self,
         optimizer: Optimizer,
@@ -106,22 +117,13 @@ class OneCycleAutoLR(OneCycleLR):
         lr_of_lr: float = 0.5,
         momentum_of_lr: float = 0.9,
         *,
-        auto_lr_decay: Decay = "one_cycle",
-        auto_lr_max_scale: float = 10.0,
-        outer_step: float | Nesterov = 1.0,
-        rollback: Rollback | None = None,
-        guard: bool = False,
-        limits: Limits | None = None,
-        atomic: bool = False,
         model: nn.Module | None = None,
-        also: Sequence[nn.Module | Tensor] = (),
-        process_group: dist.ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
-        seed: int = 0,
-        act: bool = True,
-        on_round: Sequence[OnRound] = (),
+        decay: Decay = "one_cycle",
+        max_scale: float = 10.0,
+        ensemble: Mapping[str, Any] | None = None,
     ) -> None:
         check_deepspeed(optimizer, model)
+        options = _ensemble_options(ensemble)
         spread = ensemble_lr_spread_ratio
         check_spread(spread, "linear", name="ensemble_lr_spread_ratio")
         max_lr = float(max_lr) if isinstance(max_lr, FoundRate) else max_lr
@@ -135,15 +137,15 @@ class OneCycleAutoLR(OneCycleLR):
             "loss_scale": loss_scale,
             "lr_of_lr": lr_of_lr,
             "momentum_of_lr": momentum_of_lr,
-            "auto_lr_max_scale": auto_lr_max_scale,
+            "max_scale": max_scale,
         }
         controller = _softmax(published, auto_lr_warmup_steps)
-        if auto_lr_decay not in ("one_cycle", "geometric"):
-            raise ValueError(f'auto_lr_decay must be "one_cycle" or "geometric", got {auto_lr_decay!r}')
-        _warn_without_effect(enable_auto_lr, spread, auto_lr_warmup_steps, model_sync_interval, steps, auto_lr_decay)
+        if decay not in ("one_cycle", "geometric"):
+            raise ValueError(f'decay must be "one_cycle" or "geometric", got {decay!r}')
+        _warn_without_effect(enable_auto_lr, spread, auto_lr_warmup_steps, model_sync_interval, steps, decay)
         self._world_size = world_size
         self._decay = None
-        if auto and act and auto_lr_decay == "geometric":
+        if auto and decay == "geometric" and not options.get("observe_only"):
             self._decay = _GeometricDecay(auto_lr_warmup_steps, model_sync_interval, steps)
         super().__init__(
             optimizer,
@@ -162,30 +164,19 @@ class OneCycleAutoLR(OneCycleLR):
             last_epoch,
         )
         self._rates = _learning_rates(unwrap(optimizer), float(spread))
-        with warnings.catch_warnings():
-            # said above, with the published names
-            warnings.filterwarnings("ignore", message="Softmax never acts")
+        with warm_up_told():  # above, with the published names
             self.ensemble = Ensemble(
                 optimizer,
                 self._rates,
                 total_steps=self.total_steps,
                 interval=model_sync_interval,
                 controller=controller if auto else Fixed(),
-                outer_step=outer_step,
-                rollback=rollback,
-                guard=guard,
-                limits=limits,
-                atomic=atomic,
-                act=act,
                 model=model,
-                also=also,
-                process_group=process_group,
-                mesh=mesh,
-                seed=seed,
-                start_step=self.last_epoch,
-                on_round=on_round,
+                **options,
             )
-        claim({"arguments": {"auto_lr_decay": auto_lr_decay, "enable_auto_lr": enable_auto_lr}})
+        if self.last_epoch > 0:
+            self.ensemble.start_from(self.last_epoch)
+        claim({"arguments": {"decay": decay, "enable_auto_lr": enable_auto_lr, "last_epoch": self.last_epoch}})
         self._ready = True
 
     def step(self, epoch: int | Loss | None = None, *, loss: Loss | None = None) -> None:
@@ -298,6 +289,23 @@ class _GeometricDecay:
         return ((step - self.handover) // self._interval + 1) / self.rounds
 
 
+def _ensemble_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The arguments of `hdet.Ensemble` that the user gives.
+
+    Raises:
+        TypeError: for one that there is not, and for those that the scheduler gives itself.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"ensemble must be a dict of arguments of hdet.Ensemble, got {given!r}; write for example "
+            'ensemble={"seed": 1}'
+        )
+    check_names("ensemble= of hdet.OneCycleAutoLR", given, _FREE, _INSTEAD)
+    return dict(given)
+
+
 def _learning_rates(optimizer: Optimizer, spread: float) -> list[InGroups]:
     return [
         InGroups(
@@ -324,7 +332,7 @@ _OURS = {
     "loss_scale": "temperature",
     "lr_of_lr": "step_size",
     "momentum_of_lr": "momentum",
-    "auto_lr_max_scale": "max_scale",
+    "max_scale": "max_scale",
 }
 _MAX_LR = Rule(lambda x: 0 <= x < math.inf, "be at least 0 and finite", "1e-3")
 
@@ -367,6 +375,6 @@ def _warn_without_effect(auto: bool, spread: float, warmup_steps: int, interval:
             f"auto_lr_warmup_steps={steps // 3}, model_sync_interval={max(1, steps // 20)}"
         )
     elif decay != "one_cycle" and not auto:
-        problem = f"auto_lr_decay={decay!r} has no effect without enable_auto_lr=True"
+        problem = f"decay={decay!r} has no effect without enable_auto_lr=True"
     if problem is not None:
         warn(problem)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hdet import (
     Auto,
+    Averaging,
     Ensemble,
     Fixed,
     FoundRate,
@@ -129,10 +130,8 @@ def make_ensemble(
         controller=make_controller(options, steps, found),
         probe=make_probe(options, task) if options.probes else None,
         gradients=options.gradients,
-        outer_step=make_outer_step(options),
-        tail_average=options.tail_average,
-        average_state=options.average_state,
         model=model,
+        averaging=Averaging(make_outer_step(options), options.tail_average, options.average_state),
         seed=options.seed,
         on_round=on_round,
     )

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor, nn
-
 from hdet._engine.engine import Engine
 from hdet._phases.agreement import Agreement
 from hdet._phases.averaging import Averaging
@@ -22,18 +18,15 @@ from hdet._phases.tail_average import TailAverage
 from hdet._phases.uneven_data import UnevenData
 from hdet._run.run import Run
 from hdet._run.settings import Settings
-from hdet.records.record import OnRound
 
 
-def assemble(
-    settings: Settings, also: Sequence[nn.Module | Tensor], start_step: int, on_round: Sequence[OnRound]
-) -> Engine:
-    """What runs behind an ensemble that was given these."""
-    run = Run(settings, also, start_step)
-    return Engine(run, phases(run, on_round))
+def assemble(settings: Settings) -> Engine:
+    """What runs behind an ensemble with these settings."""
+    run = Run(settings)
+    return Engine(run, phases(run))
 
 
-def phases(run: Run, on_round: Sequence[OnRound]) -> list[Phase]:
+def phases(run: Run) -> list[Phase]:
     """What happens at the end of a round. The order is part of the algorithm."""
     return [
         UnevenData(run),  # who has no more data? Only the others need to agree
@@ -47,5 +40,5 @@ def phases(run: Run, on_round: Sequence[OnRound]) -> list[Phase]:
         GoBack(run),  # keeps what the outer step has led to
         TailAverage(run),  # of the same
         WatchDescent(run),
-        Recording(run, on_round),  # last: tells what the others have done
+        Recording(run),  # last: tells what the others have done
     ]

@@ -72,6 +72,6 @@ def _check_format(state: Any) -> None:
     if isinstance(found, int) and found < FORMAT:
         raise ValueError(
             f"this state was saved by an older hdet, in format {found}, and this one reads format {FORMAT}: go on with "
-            "the version that saved it, or load the weights alone and write start_step=..."
+            "the version that saved it, or load the weights alone and call ensemble.start_from(step)"
         )
     raise ValueError("state_dict must come from Ensemble.state_dict() of this version of hdet")

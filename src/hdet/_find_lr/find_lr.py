@@ -10,12 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import LBFGS, SGD, Optimizer
 
-from hdet._arguments import Rule, check_count, check_number
+from hdet._arguments import Rule, answers, check_count, check_number
 from hdet._find_lr.decisions import Coarse, Curve, Fine, default_factor
 from hdet._find_lr.doubts import doubts
 from hdet._find_lr.found_rate import FoundRate
@@ -24,7 +22,7 @@ from hdet._find_lr.no_rate import FindLRError, no_rate
 from hdet._find_lr.trial import Bench
 from hdet._hooks import unwrap
 from hdet._probe.probe import Probe
-from hdet._replicas import find_replicas
+from hdet._replicas import Where, find_replicas
 from hdet._replicas.agreement import Agreement, claim
 from hdet._replicas.fingerprint import fingerprint
 from hdet._tensors.deepspeed import check_deepspeed
@@ -33,6 +31,7 @@ from hdet._user_warning import warn
 _LOWER = (1, 16, 256)  # where the second ramp begins, if the loss is dead at once
 
 
+@answers("hdet.find_lr", {"process_group": "replicas=process_group", "mesh": "replicas=mesh"})
 def find_lr(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
@@ -43,8 +42,7 @@ def find_lr(
     outer_step: float = 1.0,
     factor: float | None = None,
     also: Sequence[Any] = (),
-    process_group: dist.ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
+    replicas: Where | None = None,
 ) -> FoundRate:
     """The learning rate to train with, found in a few hundred steps from the initial weights, nearly whatever rate
     the optimizer has now. Collective: call it on every replica, before training and before `warm_init`.
@@ -78,8 +76,7 @@ def find_lr(
         factor: on sqrt(lo hi); by default 0.5, 1.0 with an outer step of 1/2 and with SGD whose losses are low over as
             wide a range as a narrow one counts for, and less for less than 8,000 steps.
         also: further objects with `state_dict()` and `load_state_dict()` that steps change, such as samplers.
-        process_group: the replicas; by default all ranks.
-        mesh: as in `hdet.Ensemble`, for sharded replicas.
+        replicas: who they are, as in `hdet.Ensemble`: a process group or a device mesh; by default all ranks.
 
     Warns if something speaks against the answer; `FoundRate.doubts` says what.
 
@@ -99,8 +96,7 @@ def find_lr(
     >>> 0.03 < found.rate < 3
     True
     """
-    where = mesh or process_group
-    with Agreement("hdet.find_lr", where):
+    with Agreement("hdet.find_lr", replicas):
         if total_steps is not None:
             check_count("total_steps", total_steps)
         fine = Fine(total_steps)
@@ -108,11 +104,11 @@ def find_lr(
         check_deepspeed(optimizer, model)
         optimizers = _optimizers(optimizer)
         _check(probe, step_fn, also)
-        replicas = find_replicas(where)
-        bench = Bench(model, optimizers, step_fn, probe, also, replicas)
+        everyone = find_replicas(replicas)
+        bench = Bench(model, optimizers, step_fn, probe, also, everyone)
         given = {"total_steps": total_steps, "outer_step": outer_step, "factor": factor, "probe": probe}
         claim(fingerprint(given, optimizers, model))
-    replicas.arrive("hdet.find_lr")
+    everyone.arrive("hdet.find_lr")
     try:
         bench.require_agreement()
         sgd = all(type(entry) is SGD for entry in optimizers)  # others may normalise their steps
@@ -122,14 +118,14 @@ def find_lr(
     except FindLRError:
         raise
     except Exception as error:
-        lost = replicas.explain(error, bench.stepped_at, bench.wrappers)
+        lost = everyone.explain(error, bench.stepped_at, bench.wrappers)
         if lost is None:
             raise
         raise lost from error
     finally:
         with deferred_interrupts():
             bench.restore()
-            replicas.close()
+            everyone.close()
     if not found.sure:
         warn(
             f"the learning rate that was found, {found.rate:.3g}, is not sure: {'; '.join(found.doubts)}. Compare "

@@ -28,7 +28,7 @@ class Agreement(Phase):
     def tell(self, rnd: Round) -> None:
         settings = self._run.settings
         explored = [(h.name, h.spread, h.ladder, len(list(h.bases()))) for h in settings.hyperparameters]
-        options = checksum([*settings.options().items(), *explored])
+        options = checksum([*settings.told().items(), *explored])
         total = math.fsum(claim.value for claim in base_claims(settings.hyperparameters))
         self._place = [
             Claim("the call", same_calls(), _CALLS.index(rnd.call), words=_CALLS),

@@ -38,7 +38,7 @@ class Averaging(Phase):
 
     def finish(self, rnd: Round) -> None:
         """Average what each replica has kept as its own: plain training with shared gradients may follow."""
-        if self._run.settings.average_state:
+        if self._run.settings.averaging.state:
             return
         state = self._run.tensors.own_state()
         same = Claim(
@@ -54,4 +54,4 @@ class Averaging(Phase):
         return self._run.tensors.to_average()
 
     def _average(self, tensors: Sequence[Tensor], of: Sequence[int] | None = None) -> None:
-        converge.average(tensors, self._run.replicas, of=of, atomic=self._run.settings.atomic)
+        converge.average(tensors, self._run.replicas, of=of, atomic=self._run.settings.safety.atomic)

@@ -9,13 +9,13 @@ from hdet._run.run import Run
 
 
 class TakeOuterStep(Phase):
-    """Takes a part of each round's weight change, but the last round's whole."""
+    """Applies a part of each round's weight change, but the last round's whole."""
 
     name = "outer step"
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.outer = OuterStep(run.settings.outer_step)
+        self.outer = OuterStep(run.settings.averaging.outer_step)
 
     @property
     def holds_weights(self) -> bool:

@@ -9,69 +9,29 @@ local gradients and rounds of hundreds of steps.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hdet._arguments import Rule, check_number
-
-RULE = Rule(lambda x: 0 < x <= 1, "lie in (0, 1], where 1 takes the whole step", "0.5")
-_RULES = {
-    "lr": Rule(lambda x: 0 < x < math.inf, "be positive", "0.7"),
-    "momentum": Rule(lambda x: 0 <= x < 1, "lie in [0, 1)", "0.9"),
-}
-
-
-@dataclass(frozen=True)
-class Nesterov:
-    """An outer optimizer: SGD with Nesterov's momentum, to which the way of a round is the gradient (as in DiLoCo).
-
-    At every converge, with g the way back and m = 0 at first::
-
-        g = theta_0 - mean_r theta_r
-        m <- momentum m + g
-        theta <- theta_0 - lr (g + momentum m)
-
-    as `torch.optim.SGD(nesterov=True)` would step. With a momentum of 0 this is `outer_step=lr`, and with an lr of 1
-    too it is the plain average. In the long run a round counts lr / (1 - momentum) times: 7 times with the defaults,
-    which are DiLoCo's, so that few long rounds go as far as many short ones.
-
-    Costs two copies of the trained parameters, single precision at least; nothing is sent for it, as all replicas
-    compute the same.
-
-    Args:
-        lr: how much of a round's way is taken.
-        momentum: how much of the rounds before it is taken again.
-    """
-
-    lr: float = 0.7
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        for name, rule in _RULES.items():
-            check_number(f"{name} of Nesterov", getattr(self, name), rule)
+from hdet._options.averaging import Nesterov
 
 
 class OuterStep:
-    """Remembers where a round began: a copy of the trained parameters, unless the way is taken whole.
+    """Remembers where a round began: a copy of the trained parameters, unless the weight change is applied whole.
 
     Args:
-        given: how much of a round's way is taken, or the outer optimizer.
+        given: fraction of a round's weight change to apply, or the outer optimizer; None for all of it.
 
     Attributes:
         given: as it was.
-        amount: how much of a round's way is taken.
-        momentum: how much of the rounds before is taken again.
+        amount: fraction of a round's weight change to apply.
+        momentum: fraction of the earlier rounds' change to apply again.
     """
 
-    def __init__(self, given: float | Nesterov) -> None:
-        if not isinstance(given, Nesterov):
-            check_number("outer_step", given, RULE)
-            given = float(given)
+    def __init__(self, given: float | Nesterov | None) -> None:
+        given = 1.0 if given is None else given
         self.given = given
         self.amount, self.momentum = (given, 0.0) if isinstance(given, float) else (given.lr, given.momentum)
         self._parameters: list[Tensor] = []

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 from hdet._find_lr.found_rate import FoundRate
 from hdet._phases.phase import Phase, Round
 from hdet._run.run import Run
-from hdet.records.record import OnRound, RoundRecord, SearchRecord
+from hdet.records.record import RoundRecord, SearchRecord
 
 
 class Recording(Phase):
@@ -16,9 +15,9 @@ class Recording(Phase):
 
     name = "recording"
 
-    def __init__(self, run: Run, on_round: Sequence[OnRound]) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self.on_round = tuple(on_round)
+        self.on_round = run.settings.on_round
 
     def prepare(self, rnd: Round) -> None:
         rnd.recorded = bool(self.on_round) and rnd.step > 0

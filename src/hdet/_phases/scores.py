@@ -6,7 +6,9 @@ import math
 
 from torch import Tensor
 
+from hdet._options.safety import Rollback
 from hdet._phases.phase import Phase, Round, State
+from hdet._phases.rollback.alarm import early_steps
 from hdet._probe.judge import Judge
 from hdet._probe.score import Loss, OwnLoss, Score, as_loss
 from hdet._replicas import LostReplicaError
@@ -23,8 +25,8 @@ class Scores(Phase):
         self._run = run
         self._judge = Judge(run.settings.probe, run.settings.model)
         self._own_loss = OwnLoss()
-        rollback = run.settings.rollback
-        self._early = 0 if rollback is None else rollback.alarm.early
+        rollback = run.settings.safety.rollback
+        self._early = early_steps(rollback.window) if isinstance(rollback, Rollback) else 0
 
     @property
     def score(self) -> Score:
@@ -37,8 +39,9 @@ class Scores(Phase):
             return as_loss(loss)
         given, at = self._run.settings, self._run.at
         judged = given.controller.needs_score and given.explored and not self._judge.probes
-        if (judged or given.rollback is not None) and not (at.finished or at.closed):
-            who = type(given.rollback or given.controller).__name__
+        rollback = given.safety.rollback
+        if (judged or rollback is not None) and not (at.finished or at.closed):
+            who = type(rollback or given.controller).__name__
             raise ValueError(
                 f"{who} judges by the losses, but none was given; pass this replica's own training loss: step(loss)"
             )

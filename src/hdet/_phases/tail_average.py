@@ -16,7 +16,7 @@ class TailAverage(Phase):
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.tail = Tail(run.settings.tail_average, run.settings.total_steps)
+        self.tail = Tail(run.settings.averaging.tail, run.settings.total_steps)
 
     @property
     def holds_weights(self) -> bool:
@@ -38,7 +38,7 @@ class TailAverage(Phase):
         assert rnd.score_probe is not None
         began = time.perf_counter()
         with self._run.values.at_center():
-            told = self.tail.settle(rnd.score_probe, self._run.settings.act)
+            told = self.tail.settle(rnd.score_probe, self._run.settings.observe_only)
         if told is None:
             return
         took = time.perf_counter() - began

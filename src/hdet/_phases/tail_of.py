@@ -18,28 +18,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hdet._arguments import Rule, check_number
-
 _PROBES = 16  # that the two are compared on: docs/research.md, "The tail average"
 _LEAST = 2  # round ends that are worth an average
 _MOST = 1e150  # a loss that is no number to reckon with
-
-_RULE = Rule(lambda x: 0 <= x <= 1, "lie in [0, 1], a part of the run; 0 for none", "0.5")
 
 
 def check_part(part: float, total_steps: int | None, probe: object, model: nn.Module | None) -> float:
     """The part of the run that a user wants averaged, if it can be.
 
     Raises:
-        TypeError, ValueError: if it cannot, with what to write instead.
+        ValueError: if it cannot, with what to write instead.
     """
-    check_number("tail_average", part, _RULE)
     if part and total_steps is None:
-        raise ValueError("tail_average is a part of the run, whose length must be known: write total_steps=...")
+        raise ValueError("tail is a part of the run, whose length must be known: write total_steps=...")
     reason = None if not part else unfit(probe, model)
     if reason is not None:
-        raise ValueError(f"tail_average cannot be used: {reason}; leave it out, or write tail_average=0")
-    return float(part)
+        raise ValueError(f"a tail average cannot be used: {reason}; leave it out, or write hdet.Averaging(tail=0)")
+    return part
 
 
 def unfit(probe: object, model: nn.Module | None) -> str | None:
@@ -102,11 +97,11 @@ class Tail:
     The copy is made before the first step: a run that it does not fit into fails at once.
 
     Args:
-        part: which part of the run, in [0, 1]; 0 for none.
+        part: which part of the run, in [0, 1]; 0 or None for none.
         total_steps: optimizer steps of the whole run.
     """
 
-    def __init__(self, part: float, total_steps: int | None) -> None:
+    def __init__(self, part: float | None, total_steps: int | None) -> None:
         self._begin = math.inf if not part or total_steps is None else total_steps * (1 - part)
         self._stopped: str | None = None
         self._given: list[Tensor] = []
@@ -169,12 +164,12 @@ class Tail:
             for tensor, mean in zip(self._tensors, self._mean, strict=True):
                 mean.lerp_(tensor.to(mean.dtype), 1 / self._count)
 
-    def settle(self, score: Callable[[int], float], act: bool = True) -> Settled | None:
+    def settle(self, score: Callable[[int], float], observe_only: bool = False) -> Settled | None:
         """When the run ends: leave the better of the last weights and the tail average. Collective where `score` is.
 
         Args:
             score: the loss of the current weights on the probe of this number, the same on all replicas.
-            act: False to leave the last weights whatever comes out.
+            observe_only: leave the last weights whatever comes out.
 
         Returns:
             What was found; None if there was nothing to find.
@@ -196,10 +191,10 @@ class Tail:
             if not math.isfinite(last[-1] - average[-1]):  # that is the answer
                 break
         found = compare(last, average)
-        if found.better and act:
+        if found.better and not observe_only:
             self._swap()
         self.release()
-        return _tell(found, act, f"half of the way to the mean of {count} round ends since step {since}")
+        return _tell(found, observe_only, f"half of the way to the mean of {count} round ends since step {since}")
 
     @torch.no_grad()
     def _meet_half_way(self) -> None:
@@ -249,7 +244,7 @@ class Tail:
         if not same:
             raise ValueError(
                 "the saved tail average is that of another model, of other layers, or sharded in another way; resume "
-                "with the same model, frozen and sharded as before, or write tail_average=0"
+                "with the same model, frozen and sharded as before, or write hdet.Averaging(tail=0)"
             )
 
     @torch.no_grad()
@@ -266,12 +261,12 @@ class Tail:
         torch._foreach_copy_(self._mean, list(state["mean"]))
 
 
-def _tell(found: Compared, act: bool, what: str) -> Settled:
+def _tell(found: Compared, observe_only: bool, what: str) -> Settled:
     if not math.isfinite(found.gain):
         return Settled(False, f"tail average: left, {what}: its loss or that of the last weights is not finite")
     percent = 100 / abs(found.loss) if found.loss else math.nan
     how = f"probe loss {found.loss:.4g}, {-percent * found.gain:+.2f} +- {percent * found.error:.2f} % with it"
-    if found.better and act:
+    if found.better and not observe_only:
         return Settled(True, f"tail average: taken; {what} ({how})")
     done = "would be taken" if found.better else "left, the last weights stay"
     return Settled(False, f"tail average: {done}; {what} ({how})")

@@ -3,7 +3,7 @@
 Nothing else in the library issues collectives.
 """
 
-from hdet._replicas.find import Where, find_replicas, seated
+from hdet._replicas.find import Where, check_where, find_replicas, seated
 from hdet._replicas.group import Replicas, Travelling, collective_device, weigh
 from hdet._replicas.notes import LostReplicaError
 from hdet._replicas.sharded import ShardedReplicas
@@ -14,6 +14,7 @@ __all__ = [
     "ShardedReplicas",
     "Travelling",
     "Where",
+    "check_where",
     "collective_device",
     "find_replicas",
     "seated",

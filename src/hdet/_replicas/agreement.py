@@ -12,7 +12,7 @@ import json
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -34,11 +34,11 @@ class Agreement:
 
     Args:
         call: what is called, as the user knows it.
-        where: the replicas; by default all ranks.
+        where: the replicas, a process group or a device mesh; all ranks for anything else.
     """
 
-    def __init__(self, call: str, where: Where | None = None) -> None:
-        self._call, self._where = call, where
+    def __init__(self, call: str, where: object = None) -> None:
+        self._call, self._where = call, where if isinstance(where, Where) else None
         self.claims: Claims = {}
         self.undo: list[Callable[[], object]] = []
 
@@ -75,13 +75,14 @@ def claim(claims: Claims, undo: Callable[[], object] | None = None) -> None:
 
 
 def agreed(call: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Make a function an `Agreement` of the replicas in its argument `mesh` or `process_group`."""
+    """Make a function an `Agreement` of the replicas in its argument `replicas`, or in that of its `ensemble`."""
 
     def wrap(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def within(*args: P.args, **kwargs: P.kwargs) -> T:
-            given = [kwargs.get(name) for name in ("mesh", "process_group")]
-            with Agreement(call, next((where for where in given if isinstance(where, Where)), None)):
+            made = kwargs.get("ensemble")
+            given = {**made, **kwargs} if isinstance(made, Mapping) else kwargs
+            with Agreement(call, given.get("replicas")):
                 return function(*args, **kwargs)
 
         return within

@@ -94,7 +94,7 @@ def _tensors(parameters: Sequence[Tensor], model: nn.Module | None) -> dict[str,
 def _followers(model: nn.Module | None, followers: Iterable[Tensor]) -> dict[str, Any]:
     buffers = [] if model is None else list(innermost(model).named_buffers())
     shown = {f"buffer {name}": _layout(buffer) for name, buffer in buffers}
-    return {**shown, **{f"tensor {number} of also": _layout(t) for number, t in enumerate(followers)}}
+    return {**shown, **{f"tensor {number} of followers": _layout(t) for number, t in enumerate(followers)}}
 
 
 def _groups(optimizers: Sequence[Optimizer]) -> dict[str, Any]:

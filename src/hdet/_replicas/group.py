@@ -33,6 +33,9 @@ class Travelling:
             self._replicas._wait(self._work, self._device)
 
 
+NOT_IN_IT = "replicas must be a group that contains this rank; give each rank the group that it is in"
+
+
 class Replicas:
     """The data-parallel replicas of one model, seen from one of them: the ranks of a process group.
 
@@ -59,7 +62,7 @@ class Replicas:
             self.rank = dist.get_rank(process_group)
             self.size = dist.get_world_size(process_group)
             if self.rank < 0:
-                raise ValueError("process_group must contain this rank; give each rank the group that it is in")
+                raise ValueError(NOT_IN_IT)
 
     def settle(self, mine: str, decide: Callable[[list[str]], str]) -> str:
         """Show `mine` to the first replica, which decides from everybody's; its decision. Through the store.

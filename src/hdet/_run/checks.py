@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-import torch.distributed as dist
-from torch import Tensor, nn, optim
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn, optim
 from torch.optim import Optimizer
 
 from hdet._arguments import check_count
@@ -15,13 +13,14 @@ from hdet._explore.hyperparameter import Hyperparameter
 from hdet._explore.in_forward import InForward
 from hdet._explore.in_groups import InGroups
 from hdet._explore.slots import Design
-from hdet._phases.rollback.alarm import Rollback
+from hdet._options.averaging import Averaging
+from hdet._options.safety import Safety
 from hdet._probe.probe import Probe
 from hdet._replicas import Where, find_replicas
 from hdet._tensors.local_gradients import Gradients
 from hdet._tensors.shards import is_a, is_sharded
 from hdet._user_warning import warn
-from hdet.controllers import Controller, Fixed, Limits, LineSearch
+from hdet.controllers import Controller, Fixed, LineSearch
 
 
 def check_interval(
@@ -52,11 +51,6 @@ def check_interval(
     return interval
 
 
-def check_start_step(start_step: int) -> None:
-    """Raise unless it is a number of steps."""
-    check_count("start_step", start_step, least=0)
-
-
 def check_design(design: Design) -> Design:
     """The design, if there is one of that name."""
     if design not in ("permutations", "orthogonal", "turns"):
@@ -64,30 +58,33 @@ def check_design(design: Design) -> Design:
     return design
 
 
-def check_rollback(rollback: Rollback) -> Rollback:
-    """The rollback, if it is one."""
-    if not isinstance(rollback, Rollback):
-        raise TypeError(f"rollback must be an hdet.Rollback, got {rollback!r}; write rollback=hdet.Rollback()")
-    return rollback
+def check_averaging(averaging: Averaging | None) -> Averaging:
+    """The options of the averaging; the usual ones for None."""
+    if averaging is not None and not isinstance(averaging, Averaging):
+        raise TypeError(
+            f"averaging must be an hdet.Averaging, got {averaging!r}; write for example "
+            "averaging=hdet.Averaging(outer_step=0.5)"
+        )
+    return Averaging() if averaging is None else averaging
 
 
-def check_limits(limits: Limits | None) -> Limits:
-    """The limits, if they are some."""
-    if limits is not None and not isinstance(limits, Limits):
-        raise TypeError(f"limits must be an hdet.Limits, got {limits!r}; write limits=hdet.Limits(per_round=2.0)")
-    return Limits() if limits is None else limits
+def check_safety(safety: Safety | None) -> Safety:
+    """The options of the safety; the usual ones for None."""
+    if safety is not None and not isinstance(safety, Safety):
+        raise TypeError(
+            f"safety must be an hdet.Safety, got {safety!r}; write for example safety=hdet.Safety(guard=True)"
+        )
+    return Safety() if safety is None else safety
 
 
-def check_guard(guard: object, optimizers: Sequence[Optimizer]) -> None:
-    """Raise unless `guard` is True and every rank sees whole gradients, so that all decide alike."""
-    if guard is not True:
-        raise TypeError(f"guard must be True or False, got {guard!r}; write guard=True")
+def check_guard(optimizers: Sequence[Optimizer]) -> None:
+    """Raise unless every rank sees whole gradients, so that all decide alike."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if any(is_sharded(p) for p in group["params"]):
                 raise ValueError(
                     "guard=True needs whole gradients on every rank, but they are sharded: each rank would decide by "
-                    "its own part; leave it out, and use the skipping of your GradScaler or of FSDP"
+                    "its own part; leave guard out, and use the skipping of your GradScaler or of FSDP"
                 )
 
 
@@ -100,25 +97,8 @@ def check_controller(controller: object) -> None:
         )
 
 
-def check_where(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> Where | None:
-    """Where the replicas are, if one of these says so."""
-    if mesh is None:
-        return process_group
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f'mesh must be a DeviceMesh, got {mesh!r}; write for example mesh=init_device_mesh("cuda", (2, 4), '
-            'mesh_dim_names=("replicate", "shard"))'
-        )
-    if process_group is not None:
-        raise ValueError("process_group and mesh both say where the replicas are; give one of them")
-    return mesh
-
-
-def check_followers(also: Sequence[object], on_round: Sequence[object]) -> None:
-    """Raise unless `also` holds modules and tensors, and `on_round` callables."""
-    for follower in also:
-        if not isinstance(follower, (nn.Module, Tensor)):
-            raise TypeError(f"also must hold modules or tensors, got {follower!r}; write for example also=[ema]")
+def check_on_round(on_round: Sequence[object]) -> None:
+    """Raise unless it holds callables."""
     for call in on_round:
         if not callable(call):
             raise TypeError(f"on_round must hold callables, got {call!r}; write for example on_round=[print]")
@@ -182,13 +162,11 @@ def check_gradients(
         )
 
 
-def check_average_state(average_state: object, gradients: Gradients) -> None:
-    """Raise unless it is True, or False with local gradients."""
-    if not isinstance(average_state, bool):
-        raise TypeError(f"average_state must be True or False, got {average_state!r}; write average_state=False")
-    if not average_state and gradients != "local":
+def check_state(averaging: Averaging, gradients: Gradients) -> None:
+    """Raise if replicas are to keep their own optimizer state and share their gradients."""
+    if not averaging.state and gradients != "local":
         raise ValueError(
-            "average_state=False is for local gradients: with shared ones the state is equal, or must be; write "
+            "state=False is for local gradients: with shared ones the state is equal, or must be; write "
             'gradients="local", or leave it out'
         )
 
@@ -231,7 +209,7 @@ def check_line_search(controller: Controller, explored: Sequence[Hyperparameter]
 
 
 def check_probe(
-    probe: object, explored: Sequence[Hyperparameter], controller: Controller, act: bool, model: nn.Module | None
+    probe: object, explored: Sequence[Hyperparameter], controller: Controller, acts: bool, model: nn.Module | None
 ) -> None:
     """Raise for a probe that cannot work or is missing; warn where it judges what it cannot judge."""
     name = type(controller).__name__
@@ -246,7 +224,7 @@ def check_probe(
         )
     held_out = getattr(probe, "held_out", False)
     blind = [h.name for h in explored if h.regulariser]
-    if blind and act and not held_out and not isinstance(controller, Fixed):
+    if blind and acts and not held_out and not isinstance(controller, Fixed):
         warn(
             f"{blind[0]} is a regulariser: judged on training data it runs to no regularisation at all; judge it with "
             "probe=hdet.Probe(held_out_dataset, loss_fn, held_out=True)"

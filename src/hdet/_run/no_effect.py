@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from hdet._explore.hyperparameter import Hyperparameter
 from hdet._explore.in_forward import InForward
@@ -11,32 +13,47 @@ from hdet._phases.outer_step_of import OuterStep
 from hdet._user_warning import warn
 from hdet.controllers import Controller, Fixed, LineSearch, Plan, Softmax
 
+_warm_up_told = ContextVar("warm_up_told", default=False)
 
-def warn_without_effect(
-    controller: Controller, searches: bool, act: bool, explores: bool, interval: int, total_steps: int | None
-) -> None:
+
+def warn_without_effect(controller: Controller, searches: bool, observe_only: bool, explores: bool) -> None:
     """Warn of arguments that change nothing, with what to do; `searches` if somebody has asked for a line search."""
     name = type(controller).__name__
     problem = None
     if (controller.needs_score or searches) and not explores:
         problem = f"{name} has no effect, as nothing is explored: give a hyperparameter a spread"
-    elif not act and isinstance(controller, Fixed):
-        problem = "act=False has no effect without a controller that moves something: pass one, or leave act out"
-    elif isinstance(controller, Softmax) and total_steps is not None:
-        last = last_acting_step(interval, total_steps)
-        if last == 0 or controller.warmup_steps > last:
-            problem = (
-                f"{name} never acts: the last round that it could act on ends at step {last}, before its "
-                f"{controller.warmup_steps} warm-up steps are over; use a shorter warm-up or interval"
-            )
+    elif observe_only and isinstance(controller, Fixed):
+        problem = "observe_only=True has no effect without a controller that moves something: pass one, or leave it out"
     if problem is not None:
         warn(problem)
 
 
-def warn_of_probe(controller: Controller, probe: object, wants: Plan, local: bool, tail_average: float) -> None:
+@contextmanager
+def warm_up_told() -> Iterator[None]:
+    """Within it, in this thread, nobody is warned of a warm-up that never ends: the caller does that itself."""
+    token = _warm_up_told.set(True)
+    try:
+        yield
+    finally:
+        _warm_up_told.reset(token)
+
+
+def warn_of_warm_up(controller: Controller, explores: bool, interval: int, total_steps: int | None) -> None:
+    """Warn of a controller that never acts, as its warm-up is longer than the run."""
+    if not (isinstance(controller, Softmax) and explores) or total_steps is None or _warm_up_told.get():
+        return
+    last = last_acting_step(interval, total_steps)
+    if last == 0 or controller.warmup_steps > last:
+        warn(
+            f"{type(controller).__name__} never acts: the last round that it could act on ends at step {last}, before "
+            f"its {controller.warmup_steps} warm-up steps are over; use a shorter warm-up or interval"
+        )
+
+
+def warn_of_probe(controller: Controller, probe: object, wants: Plan, local: bool, tail: float | None) -> None:
     """Warn of a probe that nobody reads, and of a line search where replicas do not lie on a line."""
     problem = None
-    if probe is not None and isinstance(controller, Fixed) and not tail_average:
+    if probe is not None and isinstance(controller, Fixed) and not tail:
         problem = "the probe costs time and Fixed does not read it: leave it out, or choose another controller"
     elif local and wants.needs_line:
         problem = (
@@ -84,7 +101,7 @@ def warn_of_outer_step(outer: OuterStep, interval: int, total_steps: int | None)
     if outer.active and total_steps is not None and interval >= total_steps:
         warn(
             f"outer_step={outer.given} has no effect: the only round, of {total_steps} steps, is the last one, whose "
-            "way is taken whole; use a shorter interval, for example 10"
+            "change is applied whole; use a shorter interval, for example 10"
         )
 
 

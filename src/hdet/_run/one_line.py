@@ -21,7 +21,7 @@ def one_line(run: Run) -> str:
     about = [f"interval {given.interval}", type(given.controller).__name__]
     state = [
         *(["local gradients"] if given.local else []),
-        *(["only observes"] if not given.act else []),
+        *(["only observes"] if given.observe_only else []),
         *(["holds the consensus"] if at.stage is Stage.CONSENSUS else []),
         *(["closed"] if at.closed else ["finished"] if at.finished else []),
     ]

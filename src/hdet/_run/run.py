@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from enum import Enum, auto
-
-from torch import Tensor, nn
 
 from hdet._explore.values import Values
 from hdet._find_lr.found_rate import FoundRate
@@ -36,8 +33,6 @@ class Run:
 
     Args:
         settings: what the ensemble was given.
-        also: what follows the weights.
-        start_step: optimizer steps that were taken before.
 
     Attributes:
         data: whether this replica has data.
@@ -47,16 +42,19 @@ class Run:
         resumed: whether it goes on from a saved state.
     """
 
-    def __init__(self, settings: Settings, also: Sequence[nn.Module | Tensor], start_step: int) -> None:
+    def __init__(self, settings: Settings) -> None:
         given = self.settings = settings
-        explorable = given.hyperparameters
-        self.tensors = Tensors(given.optimizers, given.model, also, explorable, given.local, not given.average_state)
-        self.steering = Steering(given.controller, [h.name for h in explorable], given.act, given.limits)
+        explorable, averaging = given.hyperparameters, given.averaging
+        self.tensors = Tensors(
+            given.optimizers, given.model, averaging.followers, explorable, given.local, not averaging.state
+        )
+        names = [h.name for h in explorable]
+        self.steering = Steering(given.controller, names, given.observe_only, given.safety.limits)
         self.rounds = Rounds(
-            explorable, given.interval, given.total_steps, given.seed, given.where,
+            explorable, given.interval, given.total_steps, given.seed, given.replicas,
             design=given.design, until=given.plan.until, local=given.local,
         )  # fmt: skip
-        self.rounds.start_from(start_step)
+        self.rounds.start_from(0)
         self.values = Values(given.optimizers, explorable)
         self.data = Data.EVEN
         self.found: FoundRate | None = None
@@ -105,7 +103,7 @@ class Run:
         at = self.at
         if at.step == 0:
             self.note_noise()
-        own_state = not self.settings.average_state and at.step > 0 and not at.finished
+        own_state = not self.settings.averaging.state and at.step > 0 and not at.finished
         return self.mid_round or own_state or (at.noisy and self.rounds.diverges)
 
     def note_noise(self) -> None:
@@ -139,5 +137,6 @@ class Run:
         )
         return RuntimeError(
             f"the run has diverged: {what} at step {self.at.step}. Begin again with a lower learning rate"
-            f"{place}, or let it recover by itself: rollback=hdet.Rollback(); hdet.find_lr finds a rate beforehand"
+            f"{place}, or let it recover by itself: safety=hdet.Safety(rollback=True); hdet.find_lr finds a rate "
+            "beforehand"
         )

@@ -4,69 +4,85 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from hdet._arguments import check_flag
 from hdet._explore.hyperparameter import Hyperparameter, flatten
 from hdet._explore.in_groups import InGroups, learning_rate
 from hdet._explore.slots import Design
 from hdet._hooks import unwrap
-from hdet._phases import tail_of as tail
-from hdet._phases.outer_step_of import Nesterov, OuterStep
-from hdet._phases.rollback.alarm import Rollback
+from hdet._options.averaging import Averaging
+from hdet._options.safety import Safety
+from hdet._phases.outer_step_of import OuterStep
+from hdet._phases.tail_of import check_part, unfit
 from hdet._probe.judge import AnyProbe
 from hdet._probe.probe import Probe
-from hdet._replicas import Where, find_replicas
+from hdet._replicas import Where, check_where, find_replicas
 from hdet._replicas.fingerprint import Claims, fingerprint, plain
 from hdet._run import checks, no_effect
 from hdet._tensors.deepspeed import check_deepspeed
 from hdet._tensors.local_gradients import Gradients
 from hdet._tensors.shards import check_shards, reshard
-from hdet.controllers import Auto, Controller, Fixed, Limits, Plan, plan
+from hdet.controllers import Auto, Controller, Fixed, Plan, plan
+from hdet.records.record import OnRound
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Settings:
-    """The arguments of an ensemble that hold for its whole life; `hdet.Ensemble` says what they mean.
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Arguments:
+    """The arguments of `hdet.Ensemble`, which says what they mean."""
+
+    optimizer: Optimizer | Sequence[Optimizer]
+    hyperparameters: Sequence[Hyperparameter | Sequence[Hyperparameter]] | None
+    total_steps: int | None
+    interval: int | Literal["auto"]
+    controller: Controller | None
+    probe: AnyProbe | None
+    gradients: Gradients
+    design: Design | None
+    model: nn.Module | None
+    averaging: Averaging | None
+    safety: Safety | None
+    replicas: Where | None
+    seed: int
+    observe_only: bool
+    on_round: Sequence[OnRound]
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Settings(Arguments):
+    """The same, checked and completed: they hold for the whole life of an ensemble.
 
     Attributes:
         hyperparameters: all of them, the learning rate that a rollback cuts included.
         explored: those that replicas get different values of.
         plan: what the controller wants for this run.
-        local: whether gradients are local.
     """
 
-    optimizers: tuple[Optimizer, ...]
+    optimizer: tuple[Optimizer, ...]
     hyperparameters: tuple[Hyperparameter, ...]
-    explored: tuple[Hyperparameter, ...]
-    controller: Controller
-    plan: Plan
-    probe: AnyProbe | None
-    model: nn.Module | None
-    total_steps: int | None
     interval: int
+    controller: Controller
     design: Design
-    local: bool
-    outer_step: float | Nesterov
-    tail_average: float
-    average_state: bool
-    rollback: Rollback | None
-    guarded: bool
-    limits: Limits
-    atomic: bool
-    act: bool
-    where: Where | None
-    seed: int
+    averaging: Averaging
+    safety: Safety
+    on_round: tuple[OnRound, ...]
+    explored: tuple[Hyperparameter, ...]
+    plan: Plan
 
     @property
-    def group_or_mesh(self) -> dict[str, Any]:
-        """Where the replicas are, as arguments."""
-        return {"mesh" if isinstance(self.where, DeviceMesh) else "process_group": self.where}
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """Those that step together."""
+        return self.optimizer
+
+    @property
+    def local(self) -> bool:
+        """Whether gradients are local."""
+        return self.gradients == "local"
 
     @property
     def diverges(self) -> bool:
@@ -78,122 +94,101 @@ class Settings:
         """The hyperparameters that are learning rates, by name."""
         return [h.name for h in self.hyperparameters if _is_rate(h)]
 
-    def options(self) -> dict[str, object]:
-        """What was given beside the hyperparameters, as told to the others."""
-        return {
-            "seed": self.seed, "interval": self.interval, "total_steps": self.total_steps, "act": self.act,
-            "controller": plain(self.controller), "gradients": "local" if self.local else "shared",
-            "outer_step": plain(self.outer_step), "tail_average": self.tail_average,
-            "average_state": self.average_state, "design": self.design, "probe": self.probe is not None,
-            "rollback": plain(self.rollback), "guard": self.guarded, "limits": plain(self.limits),
-            "atomic": self.atomic,
+    def told(self) -> dict[str, object]:
+        """What was given beside the hyperparameters, in plain values, as the other replicas are told."""
+        options = {
+            "seed": self.seed, "interval": self.interval, "total_steps": self.total_steps,
+            "observe_only": self.observe_only, "controller": self.controller, "gradients": self.gradients,
+            "design": self.design, "probe": self.probe is not None, **self.averaging.told(), **self.safety.told(),
         }  # fmt: skip
+        return {name: plain(value) for name, value in options.items()}
 
-    def claims(self, replicas: int, start_step: int, followers: Iterable[Tensor]) -> Claims:
+    def claims(self, replicas: int, step: int, followers: Iterable[Tensor]) -> Claims:
         """What must be the same on all replicas before the first step."""
-        options = {**self.options(), "replicas": replicas, "start_step": start_step, "probe": _kind(self.probe)}
+        options = {**self.told(), "replicas": replicas, "the step to go on from": step, "probe": _kind(self.probe)}
         return fingerprint(
             options, self.optimizers, self.model, self.hyperparameters, followers, compare_tensors=self.diverges
         )
 
 
-def read_settings(
-    optimizer: Optimizer | Sequence[Optimizer],
-    hyperparameters: Sequence[Hyperparameter | Sequence[Hyperparameter]] | None,
-    *,
-    total_steps: int | None,
-    interval: int | Literal["auto"],
-    controller: Controller | None,
-    probe: AnyProbe | None,
-    gradients: Gradients,
-    outer_step: float | Nesterov | None,
-    tail_average: float | None,
-    average_state: bool,
-    design: Design | None,
-    rollback: Rollback | None,
-    guard: bool,
-    limits: Limits | None,
-    atomic: bool,
-    act: bool,
-    model: nn.Module | None,
-    process_group: dist.ProcessGroup | None,
-    mesh: DeviceMesh | None,
-    seed: int,
-) -> Settings:
+def instead(write: str) -> dict[str, str]:
+    """What to write for an option that belongs to another object, by its name, and by other names for it.
+
+    Args:
+        write: how an argument of `hdet.Ensemble` is written, such as "{}={}".
+    """
+    names = {"tail_average": "tail", "average_state": "state", "also": "followers"}
+    found = {name: write.format("safety", f"hdet.Safety({name}=...)") for name in _names(Safety)}
+    for name in (*_names(Averaging), *names):
+        found[name] = write.format("averaging", f"hdet.Averaging({names.get(name, name)}=...)")
+    for name in ("process_group", "mesh"):
+        found[name] = write.format("replicas", name)
+    found["act"] = write.format("observe_only", "True") + " for act=False"
+    found["start_step"] = "ensemble.start_from(start_step) once it is made"
+    return found
+
+
+def read_settings(given: Arguments) -> Settings:
     """The arguments of an ensemble, checked and completed.
 
     Raises:
         TypeError, ValueError: for what cannot work, with what to write instead.
     """
-    check_deepspeed(optimizer, model, gradients)
-    if isinstance(model, nn.Module):
-        reshard(model)  # while whole weights are gathered its parameters are others
-    optimizers = tuple(unwrap(o) for o in (optimizer if isinstance(optimizer, Sequence) else (optimizer,)))
-    explorable = flatten([learning_rate(optimizers)] if hyperparameters is None else hyperparameters)
+    check_deepspeed(given.optimizer, given.model, given.gradients)
+    if isinstance(given.model, nn.Module):
+        reshard(given.model)  # while whole weights are gathered its parameters are others
+    several = given.optimizer if isinstance(given.optimizer, Sequence) else (given.optimizer,)
+    optimizers = tuple(map(unwrap, several))
+    explorable = flatten([learning_rate(optimizers)] if given.hyperparameters is None else given.hyperparameters)
     checks.check_hyperparameters(explorable, optimizers)
-    where = checks.check_where(process_group, mesh)
-    checks.check_average_state(average_state, gradients)
-    if gradients == "shared":
-        checks.check_wrapper(model if isinstance(model, nn.Module) else None, where)
-    wants = _controller(controller, probe)
     explored = tuple(h for h in explorable if h.diverges)
-    _check(wants, probe, gradients, model, act, guard, optimizers, explored)
-    if explored or gradients == "local":
-        checks.check_can_diverge(optimizers)
-        check_shards(optimizers, model, where, gradients)
-    told = plan(wants, [h.name for h in explorable], total_steps, _replicas(where))
-    if rollback is not None and not any(map(_is_rate, explorable)):
+    controller = _controller(given.controller, given.probe)
+    averaging, safety = checks.check_averaging(given.averaging), checks.check_safety(given.safety)
+    where = check_where(given.replicas)
+    _check(given, controller, averaging, safety, optimizers, explored)
+    wanted = plan(controller, [h.name for h in explorable], given.total_steps, _replicas(where))
+    if safety.rollback is not None and not any(map(_is_rate, explorable)):
         explorable.append(learning_rate(optimizers, spread=0.0))  # to be cut
-    local = gradients == "local"
-    wanted = told.tail_average if explored else 0.0  # with a spread of 0 it is plain training
-    outer = OuterStep(told.outer_step if outer_step is None else outer_step)
-    settings = Settings(
-        optimizers=optimizers,
-        hyperparameters=tuple(explorable),
-        explored=explored,
-        controller=wants,
-        plan=replace(told, why={**told.why, **_tail_told(tail_average, wanted, probe, model)}),
-        probe=probe,
-        model=model,
-        total_steps=total_steps,
-        interval=checks.check_interval(interval, total_steps, bool(explored) or local, told.interval),
-        design=checks.check_design(design or told.design),
-        local=local,
-        outer_step=outer.given,
-        tail_average=_tail_average(tail_average, wanted, total_steps, probe, model),
-        average_state=average_state,
-        rollback=None if rollback is None else checks.check_rollback(rollback),
-        guarded=bool(guard),
-        limits=checks.check_limits(limits),
-        atomic=bool(atomic),
-        act=act,
-        where=where,
-        seed=seed,
-    )
-    if settings.tail_average:
-        check_shards(optimizers, model, where, gradients)  # what is scored is shared out over the replicas
-    searches = controller is not None and told.needs_line
-    no_effect.warn_without_effect(wants, searches, act, bool(explored), settings.interval, total_steps)
-    no_effect.warn_of_probe(wants, probe, told, local, settings.tail_average)
-    no_effect.warn_of_bases(explored)
-    no_effect.warn_of_outer_step(outer, settings.interval, total_steps)
+    diverges = bool(explored) or given.gradients == "local"
+    tail = wanted.tail_average if explored else 0.0  # with a spread of 0 it is plain training
+    completed: dict[str, Any] = {
+        "optimizer": optimizers,
+        "hyperparameters": tuple(explorable),
+        "explored": explored,
+        "controller": controller,
+        "plan": replace(wanted, why={**wanted.why, **_tail_told(given, averaging, tail)}),
+        "interval": checks.check_interval(given.interval, given.total_steps, diverges, wanted.interval),
+        "design": checks.check_design(given.design or wanted.design),
+        "averaging": _completed(averaging, wanted, tail, given),
+        "safety": safety,
+        "on_round": tuple(given.on_round),
+    }
+    settings = Settings(**{**vars(given), **completed})
+    if settings.averaging.tail:  # what is scored is shared out over the replicas
+        check_shards(optimizers, given.model, where, given.gradients)
+    _warn(settings, searches=given.controller is not None and wanted.needs_line)
     return settings
 
 
-def _tail_average(
-    given: float | None, wanted: float, total_steps: int | None, probe: object, model: nn.Module | None
-) -> float:
-    """What the user wants, or what the controller wants where that is possible."""
-    if given is not None:
-        return tail.check_part(given, total_steps, probe, model)
-    return wanted if wanted and tail.unfit(probe, model) is None else 0.0
+def _names(options: type) -> list[str]:
+    return [option.name for option in fields(options)]
 
 
-def _tail_told(given: float | None, wanted: float, probe: object, model: nn.Module | None) -> dict[str, str]:
+def _completed(averaging: Averaging, wanted: Plan, tail: float, given: Arguments) -> Averaging:
+    """What the user wants, and what the controller wants where the user has not said and it is possible."""
+    if averaging.tail is not None:
+        tail = check_part(averaging.tail, given.total_steps, given.probe, given.model)
+    elif tail and unfit(given.probe, given.model) is not None:
+        tail = 0.0
+    outer_step = wanted.outer_step if averaging.outer_step is None else averaging.outer_step
+    return replace(averaging, outer_step=outer_step, tail=tail)
+
+
+def _tail_told(given: Arguments, averaging: Averaging, wanted: float) -> dict[str, str]:
     """What is said in the record of an average that the controller wants."""
-    if given is not None or not wanted:
+    if averaging.tail is not None or not wanted:
         return {}
-    reason = tail.unfit(probe, model)
+    reason = unfit(given.probe, given.model)
     if reason is not None:
         return {"tail average": f"none: {reason}"}
     part = f"the last {100 * wanted:.0f} % of the run"
@@ -208,23 +203,42 @@ def _controller(controller: Controller | None, probe: object) -> Controller:
 
 
 def _check(
+    given: Arguments,
     controller: Controller,
-    probe: object,
-    gradients: Gradients,
-    model: nn.Module | None,
-    act: bool,
-    guard: object,
+    averaging: Averaging,
+    safety: Safety,
     optimizers: Sequence[Optimizer],
     explored: Sequence[Hyperparameter],
 ) -> None:
+    """Raise for arguments that do not go together."""
+    model, gradients = given.model, given.gradients
+    check_flag("observe_only", given.observe_only)
+    checks.check_on_round(given.on_round)
+    checks.check_state(averaging, gradients)
+    if gradients == "shared":
+        checks.check_wrapper(model if isinstance(model, nn.Module) else None, given.replicas)
     checks.check_model(model, optimizers)
-    checks.check_gradients(gradients, explored, model, act and not isinstance(controller, Fixed))
+    acts = not given.observe_only
+    checks.check_gradients(gradients, explored, model, acts and not isinstance(controller, Fixed))
     checks.check_line_search(controller, explored)
-    checks.check_probe(probe, explored, controller, act, model)
+    checks.check_probe(given.probe, explored, controller, acts, model)
     if gradients == "shared":
         checks.check_buffers(explored, model)
-    if guard:
-        checks.check_guard(guard, optimizers)
+    if safety.guard:
+        checks.check_guard(optimizers)
+    if explored or gradients == "local":
+        checks.check_can_diverge(optimizers)
+        check_shards(optimizers, model, given.replicas, gradients)
+
+
+def _warn(settings: Settings, searches: bool) -> None:
+    """Warn of what has no effect; `searches` if somebody has asked for a line search."""
+    interval, total_steps, averaging = settings.interval, settings.total_steps, settings.averaging
+    no_effect.warn_without_effect(settings.controller, searches, settings.observe_only, bool(settings.explored))
+    no_effect.warn_of_warm_up(settings.controller, bool(settings.explored), interval, total_steps)
+    no_effect.warn_of_probe(settings.controller, settings.probe, settings.plan, settings.local, averaging.tail)
+    no_effect.warn_of_bases(settings.explored)
+    no_effect.warn_of_outer_step(OuterStep(averaging.outer_step), interval, total_steps)
 
 
 def _replicas(where: Where | None) -> int | None:

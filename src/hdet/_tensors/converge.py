@@ -43,15 +43,15 @@ def buffers(module: nn.Module | None) -> list[Tensor]:
     return [] if module is None else _averageable(module.buffers())
 
 
-def module_tensors(also: Iterable[nn.Module | Tensor]) -> list[Tensor]:
+def module_tensors(followers: Iterable[nn.Module | Tensor]) -> list[Tensor]:
     """Everything that can be averaged of modules that follow the weights, frozen tensors included."""
-    return _averageable(tensors_of(also))
+    return _averageable(tensors_of(followers))
 
 
-def tensors_of(also: Iterable[nn.Module | Tensor]) -> list[Tensor]:
+def tensors_of(followers: Iterable[nn.Module | Tensor]) -> list[Tensor]:
     """All tensors of modules that follow the weights, whatever their dtype."""
     found: list[Tensor] = []
-    for follower in also:
+    for follower in followers:
         if isinstance(follower, Tensor):
             found.append(follower)
         else:
@@ -104,8 +104,8 @@ def average(
 UNTOUCHED = "the weights of this replica are as before the averaging"
 LAST_WEIGHTS = "the weights of this replica are those of the last step"
 _HALF_AVERAGED = (
-    "the weights of this replica may be averaged in part: do not go on with them, load a checkpoint; with atomic=True "
-    "they would be as before"
+    "the weights of this replica may be averaged in part: do not go on with them, load a checkpoint; with "
+    "hdet.Safety(atomic=True) they would be as before"
 )
 
 

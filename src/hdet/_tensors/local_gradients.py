@@ -81,7 +81,7 @@ class LocalGradients:
             raise ValueError(
                 "to find the learning rate replicas must share their gradients for a moment: wrap the model in "
                 "DistributedDataParallel, or call hdet.find_lr with such a wrapper before you make the ensemble (with "
-                "a sharded model: on a copy that is placed on the whole mesh, with mesh=mesh)"
+                "a sharded model: on a copy that is placed on the whole mesh, with replicas=mesh)"
             )
         self._put_back()
         try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # slow to import, and whoever has a DTensor has imported it
 _ONE_MODEL = (
     "{} parameters over the ranks: there is one model, so replicas cannot diverge. Use spread 0, wrap the model in "
     "DistributedDataParallel instead, or shard it within replicas: mesh = init_device_mesh(device, (replicas, shards), "
-    'mesh_dim_names=("replicate", "shard")); fully_shard(model, mesh=mesh); hdet.Ensemble(..., mesh=mesh)'
+    'mesh_dim_names=("replicate", "shard")); fully_shard(model, mesh=mesh); hdet.Ensemble(..., replicas=mesh)'
 )
 
 

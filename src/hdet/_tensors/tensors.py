@@ -22,7 +22,7 @@ class Tensors:
     Args:
         optimizers: whose parameters are trained.
         model: whose buffers are averaged too, if given.
-        also: modules and tensors that follow the weights.
+        followers: modules and tensors that follow the weights.
         hyperparameters: what is explored decides which optimizer state can differ.
         local: gradients are not shared, so that all of it can.
         keeps_state: each replica keeps its own optimizer state.
@@ -32,12 +32,12 @@ class Tensors:
         self,
         optimizers: Sequence[Optimizer],
         model: nn.Module | None,
-        also: Sequence[nn.Module | Tensor],
+        followers: Sequence[nn.Module | Tensor],
         hyperparameters: Sequence[Hyperparameter],
         local: bool,
         keeps_state: bool = False,
     ) -> None:
-        self._optimizers, self._model, self._also, self._local = optimizers, model, also, local
+        self._optimizers, self._model, self._followers, self._local = optimizers, model, followers, local
         self._keeps_state = keeps_state
         self._explored = {h.key for h in hyperparameters if isinstance(h, InGroups) and h.diverges}
         self._forward = [h for h in hyperparameters if isinstance(h, InForward)]
@@ -99,11 +99,11 @@ class Tensors:
 
     def followers(self) -> list[Tensor]:
         """What follows the weights and is averaged along."""
-        return converge.module_tensors(self._also)
+        return converge.module_tensors(self._followers)
 
     def followers_whole(self) -> list[Tensor]:
         """The same as they were given, whole where ranks hold parts of them."""
-        return converge.tensors_of(self._also)
+        return converge.tensors_of(self._followers)
 
     def weights(self) -> list[Tensor]:
         """What makes up the consensus: parameters, buffers and followers."""
@@ -140,12 +140,12 @@ class Tensors:
             yield f"the parameter {names.get(id(p), f'of shape {tuple(p.shape)}')}", p
         for name, buffer in [] if self._model is None else self._model.named_buffers():
             yield f"the buffer {name!r}", buffer
-        for number, follower in enumerate(self._also):
+        for number, follower in enumerate(self._followers):
             if isinstance(follower, Tensor):
-                yield f"also[{number}]", follower
+                yield f"followers[{number}]", follower
                 continue
             for name, t in (*follower.named_parameters(), *follower.named_buffers()):
-                yield f"{name!r} of also[{number}]", t
+                yield f"{name!r} of followers[{number}]", t
         for p, entries in ((p, e) for optimizer in self._optimizers for p, e in optimizer.state.items()):
             for key, value in entries.items():
                 if isinstance(value, Tensor):

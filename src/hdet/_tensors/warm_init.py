@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from hdet._replicas import find_replicas
+from hdet._replicas import Where, find_replicas
 from hdet._replicas.agreement import Agreement, claim
 from hdet._replicas.fingerprint import fingerprint
 from hdet._tensors.shards import is_sharded
@@ -28,7 +27,7 @@ def warm_init(
     *,
     per: Literal["tensor", "model"] = "tensor",
     seed: int = 0,
-    process_group: dist.ProcessGroup | None = None,
+    replicas: Where | None = None,
     unwrapped: bool = False,
 ) -> None:
     """Add independent Gaussian noise to the trainable parameters of this replica, in place.
@@ -44,19 +43,19 @@ def warm_init(
         per: "tensor": std = noise * ||p|| / sqrt(numel(p)) for each parameter (the published code);
             "model": one std from the norm of all parameters together (the paper).
         seed: the noise is a function of (seed, replica); the global random generators are left alone.
-        process_group: the replicas; by default all ranks.
+        replicas: who they are, as in `hdet.Ensemble`: a process group or a device mesh; by default all ranks.
         unwrapped: True if this model is never wrapped in DistributedDataParallel.
 
     Raises:
         ValueError: if the model is not wrapped yet, or is sharded already, or `noise` is negative or not finite.
     """
-    with Agreement("hdet.warm_init", process_group):
+    with Agreement("hdet.warm_init", replicas):
         if isinstance(noise, bool) or not isinstance(noise, (int, float)) or not 0 <= noise < math.inf:
             raise ValueError(f"noise must be at least 0 and finite, got {noise!r}; write for example noise=0.01")
         if per not in ("tensor", "model"):
             raise ValueError(f'per must be "tensor" or "model", got {per!r}')
-        replicas = find_replicas(process_group)
-        if replicas.size > 1 and replicas.wrapping_broadcasts and not unwrapped and not _wrapped(model):
+        everyone = find_replicas(replicas)
+        if everyone.size > 1 and everyone.wrapping_broadcasts and not unwrapped and not _wrapped(model):
             raise ValueError(
                 "warm_init must come after DistributedDataParallel, which broadcasts rank 0's weights and would wipe "
                 "the noise out; write model = DistributedDataParallel(model); warm_init(model), or pass "
@@ -65,18 +64,17 @@ def warm_init(
         trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
         if any(map(is_sharded, trained)):
             raise ValueError(
-                "warm_init needs whole parameters, but these are sharded; call it before fully_shard, with the group "
-                'that counts the replicas: warm_init(model, process_group=mesh["replicate"].get_group(), '
-                "unwrapped=True)"
+                "warm_init needs whole parameters, but these are sharded; call it before fully_shard, with the mesh "
+                "of the replicas: warm_init(model, replicas=mesh)"
             )
         claim(fingerprint({"noise": noise, "per": per, "seed": seed}, model=model, followers=trained))
     squares = [_square(p) for p in trained]
     whole = sum(squares) / sum(p.numel() for p in trained) if per == "model" and trained else 0.0
     for number, (p, square) in enumerate(zip(trained, squares, strict=True)):
         mean_square = square / p.numel() if per == "tensor" else whole
-        _add_noise(p, noise * math.sqrt(mean_square), _seed(seed, replicas.rank, number))
+        _add_noise(p, noise * math.sqrt(mean_square), _seed(seed, everyone.rank, number))
     torch.clear_autocast_cache()  # the caller's autocast keeps casts of the old weights until it ends
-    if replicas.size > 1 and noise > 0:
+    if everyone.size > 1 and noise > 0:
         _mark(model, trained)
 
 

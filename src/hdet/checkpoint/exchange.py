@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from hdet._replicas import Replicas, find_replicas
+from hdet._replicas import Replicas, Where, find_replicas
 from hdet._replicas.agreement import settle
 from hdet.checkpoint.folder import FullDiskError
 from hdet.checkpoint.in_use import FolderInUseError
@@ -20,10 +19,10 @@ _MOST_CHARACTERS = 2000  # of an error that is sent
 
 
 @contextmanager
-def replicas_of(ensemble: Ensemble | None, process_group: dist.ProcessGroup | None) -> Iterator[Replicas]:
-    """Who saves and loads together: by default the ensemble's replicas, or all ranks."""
-    replicas = None if process_group is not None or ensemble is None else ensemble.replicas.ranks
-    replicas = replicas or find_replicas(process_group)
+def replicas_of(ensemble: Ensemble | None, where: Where | None) -> Iterator[Replicas]:
+    """Who saves and loads together, every rank of them: by default the ensemble's replicas, or all ranks."""
+    found = find_replicas(where) if where is not None or ensemble is None else ensemble.replicas
+    replicas = found.ranks
     try:
         yield replicas
     finally:

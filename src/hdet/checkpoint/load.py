@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from hdet._replicas import Replicas, collective_device
+from hdet._replicas import Replicas, Where, collective_device
 from hdet._tensors.restore import Generators
 from hdet._user_warning import warn
 from hdet.checkpoint import entries as contents
@@ -30,7 +29,8 @@ class Checkpoint:
         path: its folder.
         step: optimizer steps that were taken when it was saved.
         replicas: how many had saved it.
-        mid_round: whether it was saved in mid-round, or with `average_state=False`: each replica has its own state.
+        mid_round: whether each replica has its own state: it was saved in mid-round, or with
+            `hdet.Averaging(state=False)`.
         exact: whether this replica goes on as the one that saved it would have: False on another number of replicas.
         values: the plain values among the entries, by name.
         notices: what is not as it was when it was saved, in words; they were warnings too.
@@ -50,7 +50,7 @@ def load(
     entries: Mapping[str, Any],
     *,
     own: Mapping[str, Any] | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    replicas: Where | None = None,
 ) -> Checkpoint | None:
     """Load the newest checkpoint in `path` that every replica can verify. Collective: every replica calls it.
 
@@ -66,7 +66,7 @@ def load(
         path: what was given to `save()`; or one checkpoint in it, to take that one and no other.
         entries: as in `save()`. Objects and tensors are loaded into; plain values come back in `Checkpoint.values`.
         own: as in `save()`; left as it is on another number of replicas.
-        process_group: the replicas; by default the ensemble's, or all ranks.
+        replicas: who they are: a process group or a device mesh; by default the ensemble's, or all ranks.
 
     Returns:
         What was loaded; None if there is no checkpoint, so that a script can begin and go on with the same call.
@@ -78,10 +78,10 @@ def load(
     found, mine = contents.flatten("entries", entries), contents.flatten("own", own or {})
     ensemble = contents.find_ensemble(found)
     notices: list[str] = []
-    with replicas_of(ensemble, process_group) as replicas, nullcontext() if ensemble is None else ensemble.saving():
-        come_to("hdet.load", replicas)
+    with replicas_of(ensemble, replicas) as everyone, nullcontext() if ensemble is None else ensemble.saving():
+        come_to("hdet.load", everyone)
         try:
-            loaded = _Reader(replicas, Path(path), found, mine, notices).load()
+            loaded = _Reader(everyone, Path(path), found, mine, notices).load()
         finally:
             torch.clear_autocast_cache()  # the caller's autocast keeps casts of the old weights until it ends
             for notice in notices:

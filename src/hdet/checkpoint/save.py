@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hdet._arguments import check_count
-from hdet._replicas import Replicas, collective_device
+from hdet._replicas import Replicas, Where, collective_device
 from hdet._user_warning import warn
 from hdet.checkpoint import entries as contents
 from hdet.checkpoint import folder, in_use, random_state
@@ -29,14 +28,14 @@ def save(
     own: Mapping[str, Any] | None = None,
     step: int | None = None,
     keep: int = 3,
-    process_group: dist.ProcessGroup | None = None,
+    replicas: Where | None = None,
 ) -> Path:
     """Write a checkpoint of the run to a new folder in `path`. Collective: every replica calls it, between steps.
 
     At a round's end the first replica writes one state that holds no rank, and every replica its random numbers. In
-    mid-round, and always with `average_state=False`, every replica writes its own state, so that `load()` goes on bit
-    for bit. The checkpoint appears by one rename when all of it is on the disk: a kill at any moment leaves it whole or
-    not there, and older ones as they are.
+    mid-round, and always with `hdet.Averaging(state=False)`, every replica writes its own state, so that `load()` goes
+    on bit for bit. The checkpoint appears by one rename when all of it is on the disk: a kill at any moment leaves it
+    whole or not there, and older ones as they are.
 
     Args:
         path: a folder that all replicas see, of one run.
@@ -47,7 +46,7 @@ def save(
             number of replicas does not get it back.
         step: optimizer steps taken; by default the ensemble's count.
         keep: how many checkpoints to keep, the newest ones.
-        process_group: the replicas; by default the ensemble's, or all ranks.
+        replicas: who they are: a process group or a device mesh; by default the ensemble's, or all ranks.
 
     Returns:
         The folder of the checkpoint.
@@ -60,9 +59,9 @@ def save(
     found, mine = contents.flatten("entries", entries), contents.flatten("own", own or {})
     ensemble = contents.find_ensemble(found)
     device = collective_device(contents.tensors_of(found))
-    with replicas_of(ensemble, process_group) as replicas:
-        come_to("hdet.save", replicas)
-        writer = _Writer(replicas, device, Path(path), found, mine, ensemble)
+    with replicas_of(ensemble, replicas) as everyone:
+        come_to("hdet.save", everyone)
+        writer = _Writer(everyone, device, Path(path), found, mine, ensemble)
         writer.check(step, keep)
         written = writer.write(keep)
     if ensemble is not None:

@@ -7,14 +7,13 @@ from hdet.controllers.line_search import LineSearch
 from hdet.controllers.report import Controller, Observation, Plan, Report, State, check_state, plan
 from hdet.controllers.slope import Slope
 from hdet.controllers.softmax import RULES, Softmax
-from hdet.controllers.steering import Limits, Steering
+from hdet.controllers.steering import Steering
 
 __all__ = [
     "RULES",
     "Auto",
     "Controller",
     "Fixed",
-    "Limits",
     "LineSearch",
     "Observation",
     "Plan",

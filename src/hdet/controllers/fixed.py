@@ -13,7 +13,7 @@ class Fixed:
     """Leave every scale at 1.
 
     It finds nothing, so its state has no `estimate` and no `error`: what a scale is off by depends on the rule that is
-    to move it. To see what another controller would find while nothing moves, use that one with `act=False`.
+    to move it. To see what another controller would find while nothing moves, use that one with `observe_only=True`.
     """
 
     needs_score = False

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hdet._arguments import Rule, check_number
+from hdet._options.safety import Limits
 from hdet.controllers.evidence import words, words_unexplored
 from hdet.controllers.report import Controller, Report, State, check_returned, check_state
 
@@ -23,46 +22,15 @@ class Confidence(NamedTuple):
     finding: str
 
 
-_AT_LEAST_ONE = Rule(lambda x: x >= 1, "be a factor of at least 1", "2.0")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How far any controller may move a scale, whatever it has seen.
-
-    Hyperparameters stay within their own bounds besides. What `find_lr` finds and what a rollback cuts is not bound
-    per round.
-
-    Args:
-        per_round: a scale changes at most by this factor in a round, up or down.
-        overall: a scale stays between 1 / overall and overall.
-
-    >>> Limits(per_round=2.0, overall=100.0).bounded(50.0, before=1.0)
-    2.0
-    """
-
-    per_round: float = 4.0
-    overall: float = 1e6
-
-    def __post_init__(self) -> None:
-        check_number("per_round", self.per_round, _AT_LEAST_ONE)
-        check_number("overall", self.overall, _AT_LEAST_ONE)
-
-    def bounded(self, scale: float, before: float) -> float:
-        """`scale` within the limits, coming from `before`; one that is outside already may come back."""
-        scale = min(max(scale, before / self.per_round), before * self.per_round)
-        if scale == before:
-            return scale  # not moved
-        return min(max(scale, min(1 / self.overall, before)), max(self.overall, before))
-
-
 class Steering:
-    """The scales, as a controller moves them; with `act=False` it is asked, and nothing moves."""
+    """The scales, as a controller moves them; with `observe_only` it is asked, and nothing moves."""
 
-    def __init__(self, controller: Controller, names: Sequence[str], act: bool, limits: Limits | None = None) -> None:
+    def __init__(
+        self, controller: Controller, names: Sequence[str], observe_only: bool = False, limits: Limits | None = None
+    ) -> None:
         self.controller = controller
         self.limits = Limits() if limits is None else limits
-        self.act = act
+        self.observe_only = observe_only
         self.said: tuple[str, ...] = ()  # of the last update, in words: what was asked for and cannot be done
         self._names = list(names)
         self._state = self._init()
@@ -93,7 +61,8 @@ class Steering:
             proposed[name] = {**entry, "scale": report.observations[name].within_limits(scale, before[name])}
         self.said = tuple(said)
         self._state = {
-            name: dict(entry) if self.act else {**entry, "scale": before[name]} for name, entry in proposed.items()
+            name: {**entry, "scale": before[name]} if self.observe_only else dict(entry)
+            for name, entry in proposed.items()
         }
         return {name: entry["scale"] for name, entry in proposed.items()}
 

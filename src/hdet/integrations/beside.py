@@ -1,7 +1,7 @@
 """What lies beside another library's checkpoint, which holds the consensus: what each replica needs to go on exactly.
 
 `hdet.save` writes it: the ensemble's state and random numbers, and what replicas differ in, which is nothing at the end
-of a round (but for `average_state=False`), and never what is frozen.
+of a round (but for `hdet.Averaging(state=False)`), and never what is frozen.
 """
 
 from __future__ import annotations

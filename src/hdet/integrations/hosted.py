@@ -12,8 +12,11 @@ from typing import Any
 
 from torch import nn
 
+from hdet._arguments import check_names
 from hdet._explore.hyperparameter import Hyperparameter
 from hdet._hooks import unwrap
+from hdet._options.averaging import Averaging
+from hdet._run.settings import instead
 from hdet._user_warning import warn
 from hdet.ensemble import Ensemble
 from hdet.integrations.beside import Beside, trained_by
@@ -21,7 +24,7 @@ from hdet.records.record import RoundRecord, metrics
 
 Hyperparameters = Sequence[Hyperparameter | Sequence[Hyperparameter]]
 Given = Hyperparameters | Callable[[Any], Hyperparameters] | None
-_OURS = ("self", "optimizer", "hyperparameters", "model", "start_step")
+_OURS = ("self", "optimizer", "hyperparameters", "model")
 
 
 class Hosted:
@@ -80,11 +83,13 @@ class Hosted:
 
         def own() -> dict[str, Any]:
             entries: dict[str, Any] = {f"optimizer.{number}": optimizer for number, optimizer in enumerate(inner)}
-            entries |= {f"also.{number}": follower for number, follower in enumerate(options.get("also", ()))}
+            entries |= {f"followers.{number}": follower for number, follower in enumerate(followers)}
             return {**trained_by(inner, "model", model), **entries}
 
         options = {**self._options, "total_steps": total_steps}
         options["on_round"] = [*options.get("on_round", ()), tell]
+        averaging: Averaging | None = options.get("averaging")
+        followers = () if averaging is None else averaging.followers
         self.ensemble = Ensemble(inner, given, model=model, **options)
         # Nobody can forget to call step() here, and one batch of a host may be many optimizer steps.
         self.ensemble.engine.run.values.fan_out.patience = math.inf
@@ -175,7 +180,6 @@ def _check_options(options: Mapping[str, Any]) -> None:
     """Raise for what `hdet.Ensemble` does not take, when the callback is made and not when training starts."""
     known = [name for name in inspect.signature(Ensemble.__init__).parameters if name not in _OURS]
     for name in options:
-        if name in _OURS:
+        if name in (*_OURS, "start_step"):
             raise TypeError(f"{name} is given by the trainer; leave it out")
-        if name not in known:
-            raise TypeError(f"{name!r} is no argument of hdet.Ensemble, which takes {', '.join(known)}")
+    check_names("hdet.Ensemble", options, known, instead("{}={}"))

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch.distributed as dist
-
+from hdet._replicas import Where
 from hdet._user_warning import warn
 from hdet.records.reading import Lines, UnreadableError
 from hdet.records.record import HyperparameterRecord, RoundRecord, SearchRecord
@@ -44,23 +43,23 @@ class JSONLines:
 
     Args:
         path: the file; folders are made.
-        process_group: the replicas, of which the first writes; by default those of the ensemble.
+        replicas: who they are, as in `hdet.Ensemble`, of which the first writes; by default those of the ensemble.
 
     Example::
 
         ensemble = hdet.Ensemble(..., on_round=[hdet.JSONLines("runs/first/rounds.jsonl")])
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, replicas: Where | None = None) -> None:
         self.path = Path(path)
-        self._process_group = process_group
+        self._replicas = replicas
         self._file: BinaryIO | None = None
         self._written_by = ""
         self._failed = False
 
     def __call__(self, record: RoundRecord) -> None:
         """Write one record."""
-        if not writes(record, self._process_group):
+        if not writes(record, self._replicas):
             return
         try:
             self.write(record)

@@ -7,8 +7,7 @@ import sys
 import time
 from typing import Any, TextIO
 
-import torch.distributed as dist
-
+from hdet._replicas import Where
 from hdet.records.record import RoundRecord
 from hdet.records.sink import writes
 from hdet.records.terminal import tqdm_class
@@ -23,24 +22,22 @@ class Progress:
     Args:
         seconds: between two lines of a log.
         file: where to; by default stderr.
-        process_group: the replicas, of which the first shows it; by default those of the ensemble.
+        replicas: who they are, as in `hdet.Ensemble`, of which the first shows it; by default those of the ensemble.
 
     Example::
 
         ensemble = hdet.Ensemble(..., on_round=[hdet.Progress()])
     """
 
-    def __init__(
-        self, *, seconds: float = 30.0, file: TextIO | None = None, process_group: dist.ProcessGroup | None = None
-    ) -> None:
-        self._seconds, self._file, self._process_group = seconds, file, process_group
+    def __init__(self, *, seconds: float = 30.0, file: TextIO | None = None, replicas: Where | None = None) -> None:
+        self._seconds, self._file, self._replicas = seconds, file, replicas
         self._started = time.monotonic()
         self._last = -math.inf
         self._bar: Any = None
 
     def __call__(self, record: RoundRecord) -> None:
         """Show one record, or nothing if the last line is not old enough."""
-        if not writes(record, self._process_group):
+        if not writes(record, self._replicas):
             return
         file = self._file or sys.stderr
         if file.isatty():

@@ -22,7 +22,7 @@ class HyperparameterRecord:
         center: base times scale, as trained with.
         values: center times multiplier, by replica.
         scale: the factor on the schedule from the next step on.
-        proposed_scale: what the controller asked for; differs from `scale` with `act=False`, and after a rollback.
+        proposed_scale: what the controller asked for; differs from `scale` with `observe_only`, and after a rollback.
         memory: what the controller remembers about it, by name: velocities, fits.
         estimate: the logarithm of the factor by which the controller finds the scale to be off, if it says.
         error: the standard error of the estimate.

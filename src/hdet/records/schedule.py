@@ -80,13 +80,13 @@ def notices(told: Mapping[str, Any]) -> list[str]:
         same = f"hdet.Nesterov({taken:g}, {momentum:g})"
         found.append(
             f"the schedule was learned with an outer optimizer, {same}, which goes another way than plain training; "
-            f"replay it with the same one: hdet.Ensemble(..., outer_step={same})"
+            f"replay it with the same one: hdet.Ensemble(..., averaging=hdet.Averaging(outer_step={same}))"
         )
     elif taken < 1:
         found.append(
             f"the schedule was learned with an outer step of {taken:g}, which forgives rates that are too "
             "high for plain training; replay it with the same one: "
-            f"hdet.Ensemble(..., outer_step={taken:g})"
+            f"hdet.Ensemble(..., averaging=hdet.Averaging(outer_step={taken:g}))"
         )
     if told.get("gradients") == "local":
         found.append(
@@ -96,7 +96,7 @@ def notices(told: Mapping[str, Any]) -> list[str]:
     if told.get("tail_average_taken"):
         found.append(
             "the run ended with its tail average, half of the way to the mean of the weights of its last rounds, which "
-            "no schedule replays; for the same, average them as well: tail_average= of hdet.Ensemble"
+            "no schedule replays; for the same, average them as well: hdet.Averaging(tail=0.5)"
         )
     return found
 

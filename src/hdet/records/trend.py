@@ -168,7 +168,7 @@ def words(told: Trend) -> str:
     if told.trend == "back":
         return (
             f"the losses are back where they began ({first} at the start, {lowest} at best, {level} now): if the "
-            "data are still the same, begin at a tenth of the learning rate, or write rollback=hdet.Rollback()"
+            "data are still the same, begin at a tenth of the learning rate, or write safety=hdet.Safety(rollback=True)"
         )
     if told.trend == "risen":
         fallen = "hardly fallen" if lower else "not fallen"

@@ -37,11 +37,11 @@ class Guard(Phase):
     name = "guard"
 
     def __init__(self, run: Run) -> None:
-        given = run.settings
+        given = run.settings.safety
         self._run, self._tensors = run, run.tensors
-        self._guarded, self._recovers = given.guarded, given.rollback is not None
-        self._gradients = GradientGuard(given.optimizers if given.guarded else ())
-        self._statistics, self._followers = Statistics(mends=given.guarded), Statistics(mends=False)
+        self._guarded, self._recovers = given.guard, given.rollback is not None
+        self._gradients = GradientGuard(run.settings.optimizers if given.guard else ())
+        self._statistics, self._followers = Statistics(mends=given.guard), Statistics(mends=False)
         self._mended, self._since = NOT_SPOILED, ""
         self._hopeless = 0  # rounds in a row without anything finite
         self._census = Census(())
@@ -100,7 +100,7 @@ class Guard(Phase):
             return
         census = self._census
         if not census.all_well:
-            own = not self._run.settings.average_state
+            own = not self._run.settings.averaging.state
             restore_state(census, self._tensors.state(), self._run.replicas, own)
         self._look_back(rnd, census)
         rnd.events += [*self._tell_spoiled(rnd, census), *census.events(rnd.step)]
@@ -166,7 +166,8 @@ class Guard(Phase):
             self._statistics.forget()
             shared = self._run.rounds.diverges and len(census.spoiled) < rnd.replicas
             text += " and is averaged into all replicas" if shared else ""
-            text += ". Training goes on, but evaluation may not work: look for bad data; guard=True keeps that out"
+            text += ". Training goes on, but evaluation may not work: look for bad data; "
+            text += "safety=hdet.Safety(guard=True) keeps that out"
             warn(text)
         return [text]
 

@@ -1,4 +1,4 @@
-"""When a run has diverged (`Alarm`), and what is done about it (`Rollback`). What to go back to: `snapshot.py`.
+"""When a run has diverged (`Alarm`), and how it goes back (`Keeper`). What to go back to: `snapshot.py`.
 
 The alarm is pure, as controllers are: float64 on the host, the same losses on every replica, so the same verdict on
 every replica, without traffic.
@@ -14,7 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hdet._arguments import Rule, check_count, check_number
+from hdet._arguments import check_count
+from hdet._options.safety import Rollback
 from hdet._probe.score import typical
 from hdet._replicas import Replicas
 from hdet._tensors.converge import has_numbers, widened
@@ -82,7 +83,7 @@ class Alarm:
     @property
     def early(self) -> int:
         """How many first steps of a run `start` is the mean of."""
-        return max(self.window // 10, 1)
+        return early_steps(self.window)
 
     def init(self) -> dict[str, float]:
         """The state before the first round: plain floats, to be saved as they are."""
@@ -193,45 +194,19 @@ def _gone_back(state: Mapping[str, float]) -> dict[str, float]:
     return {**state, **_FRESH, "unsaved": 0.0, "alarms": state["alarms"] + 1}
 
 
-@dataclass(frozen=True)
-class Rollback:
-    """What to do when a run has diverged: put the best consensus back, and go on with lower learning rates.
+def early_steps(window: int) -> int:
+    """How many first steps of a run the start is the mean of, for an alarm with that window."""
+    return max(window // 10, 1)
 
-    Args:
-        window: steps that the loss is smoothed over; see `Alarm`.
-        cut: what the scales of the learning rates are multiplied by.
-        most: rollbacks before the run is given up with an error.
-        every: at least so many steps lie between two snapshots.
 
-    >>> Rollback(most=0)
-    Traceback (most recent call last):
-    ValueError: most must be at least 1 rollbacks, got 0; write for example 100
-    """
-
-    window: int = 100
-    cut: float = 0.25
-    most: int = 5
-    every: int = 100
-
-    def __post_init__(self) -> None:
-        check_count("window", self.window)
-        check_number("cut", self.cut, Rule(lambda x: 0 < x < 1, "lie between 0 and 1", "0.25: a quarter of the rate"))
-        check_count("most", self.most, unit="rollbacks")
-        check_count("every", self.every)
-
-    @property
-    def alarm(self) -> Alarm:
-        """The rule that says when."""
-        return Alarm(self.window, self.every)
-
-    def check(self, state: Mapping[str, float], step: int, checkpoint: str | None = None) -> None:
-        """Raise if the alarm with this state, raised at `step`, is one too many; points to the last checkpoint."""
-        if state["alarms"] > self.most:
-            raise RuntimeError(
-                f"the run diverged again at step {step}, after {self.most} rollbacks, each with {self.cut} times the "
-                "learning rate: lower rates do not help. Look for bad data, a loss that is not finite, or too little "
-                f"precision; or allow more of them: Rollback(most={2 * self.most}). {_resume(checkpoint)}"
-            )
+def check_most(rollback: Rollback, state: Mapping[str, float], step: int, checkpoint: str | None = None) -> None:
+    """Raise if the alarm with this state, raised at `step`, is one too many; points to the last checkpoint."""
+    if state["alarms"] > rollback.most:
+        raise RuntimeError(
+            f"the run diverged again at step {step}, after {rollback.most} rollbacks, each with {rollback.cut} times "
+            "the learning rate: lower rates do not help. Look for bad data, a loss that is not finite, or too little "
+            f"precision; or allow more of them: Rollback(most={2 * rollback.most}). {_resume(checkpoint)}"
+        )
 
 
 def _resume(checkpoint: str | None) -> str:
@@ -243,16 +218,17 @@ class Keeper:
     """Keeps the best consensus of a run and puts it back when the run has diverged.
 
     Args:
-        rollback: when, and what then.
+        rollback: what to do then.
+        alarm: tells when.
 
     Attributes:
         state: the alarm's; saved with the run, which the snapshot is not.
         kept_at: the step of the snapshot.
     """
 
-    def __init__(self, rollback: Rollback) -> None:
-        self.rollback = rollback
-        self.state = rollback.alarm.init()
+    def __init__(self, rollback: Rollback, alarm: Alarm) -> None:
+        self.rollback, self._alarm = rollback, alarm
+        self.state = alarm.init()
         self.kept_at: int | None = None
         self._shared: Snapshot | None = None
         self._own: list[Tensor] = []
@@ -266,9 +242,9 @@ class Keeper:
         Raises:
             RuntimeError: if the run has diverged once too often, or before there was anything to go back to.
         """
-        self.state, verdict = self.rollback.alarm.update(self.state, typical(scores), steps, early)
+        self.state, verdict = self._alarm.update(self.state, typical(scores), steps, early)
         if verdict == "alarm":
-            self.rollback.check(self.state, at, checkpoint)
+            check_most(self.rollback, self.state, at, checkpoint)
             if self.kept_at is None:
                 raise RuntimeError(
                     f"the loss is {scores} at step {at}, before the first full round since the start or the resume: "

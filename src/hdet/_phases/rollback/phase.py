@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from hdet._options.safety import Rollback
 from hdet._phases.phase import Phase, Round, State
-from hdet._phases.rollback.alarm import Keeper
+from hdet._phases.rollback.alarm import Alarm, Keeper
 from hdet._replicas.store import who
 from hdet._run.run import Run
 
@@ -18,7 +19,9 @@ class GoBack(Phase):
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._keeper = None if run.settings.rollback is None else Keeper(run.settings.rollback)
+        rollback, self._keeper = run.settings.safety.rollback, None
+        if isinstance(rollback, Rollback):
+            self._keeper = Keeper(rollback, Alarm(rollback.window, rollback.every))
         self._is_best = False
 
     def begin(self) -> None:

@@ -17,7 +17,7 @@ class MLflow(Tracker):
 
     Args:
         run_id: the run to log to; by default the active one.
-        **options: `prefix` and `process_group` of `Tracker`.
+        **options: `prefix` and `replicas` of `Tracker`.
     """
 
     def __init__(self, run_id: str | None = None, **options: Any) -> None:

@@ -14,7 +14,7 @@ class TensorBoard(Tracker):
 
     Args:
         where: a folder, or a `SummaryWriter` of yours.
-        **options: `prefix` and `process_group` of `Tracker`.
+        **options: `prefix` and `replicas` of `Tracker`.
     """
 
     def __init__(self, where: str | os.PathLike[str] | Any, **options: Any) -> None:

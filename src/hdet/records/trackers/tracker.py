@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import torch.distributed as dist
-
+from hdet._replicas import Where
 from hdet.records.record import RoundRecord, metrics
 from hdet.records.sink import writes
 
@@ -16,16 +15,16 @@ class Tracker:
 
     Args:
         prefix: what the names of the numbers begin with.
-        process_group: the replicas, of which the first tells; by default those of the ensemble.
+        replicas: who they are, as in `hdet.Ensemble`, of which the first tells; by default those of the ensemble.
     """
 
-    def __init__(self, prefix: str = "hdet/", process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, prefix: str = "hdet/", replicas: Where | None = None) -> None:
         self._prefix = prefix
-        self._process_group = process_group
+        self._replicas = replicas
 
     def __call__(self, record: RoundRecord) -> None:
         """Tell one record."""
-        if writes(record, self._process_group):
+        if writes(record, self._replicas):
             self.log({f"{self._prefix}{name}": value for name, value in metrics(record).items()}, record)
 
     def log(self, numbers: dict[str, float], record: RoundRecord) -> None:

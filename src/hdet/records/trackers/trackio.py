@@ -13,7 +13,7 @@ class Trackio(Tracker):
 
     Args:
         run: what `trackio.init()` returned; by default the run under way.
-        **options: `prefix` and `process_group` of `Tracker`.
+        **options: `prefix` and `replicas` of `Tracker`.
     """
 
     def __init__(self, run: Any = None, **options: Any) -> None:

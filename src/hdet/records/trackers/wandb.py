@@ -13,7 +13,7 @@ class WandB(Tracker):
 
     Args:
         run: what `wandb.init()` returned; by default the run under way.
-        **options: `prefix` and `process_group` of `Tracker`.
+        **options: `prefix` and `replicas` of `Tracker`.
     """
 
     def __init__(self, run: Any = None, **options: Any) -> None:

@@ -1,0 +1,99 @@
+"""What becomes of the replicas' weights when they are averaged: `Averaging`, and the outer optimizer `Nesterov`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+
+from torch import Tensor, nn
+
+from hdet._arguments import Rule, check_flag, check_number
+
+_NESTEROV = {
+    "lr": Rule(lambda x: 0 < x < math.inf, "be positive", "0.7"),
+    "momentum": Rule(lambda x: 0 <= x < 1, "lie in [0, 1)", "0.9"),
+}
+_OUTER_STEP = Rule(lambda x: 0 < x <= 1, "lie in (0, 1], where 1 takes the whole step", "outer_step=0.5")
+_TAIL = Rule(lambda x: 0 <= x <= 1, "lie in [0, 1], a part of the run; 0 for none", "tail=0.5")
+
+
+@dataclass(frozen=True)
+class Nesterov:
+    """An outer optimizer: SGD with Nesterov's momentum, which takes a round's weight change as a gradient (DiLoCo).
+
+    At every converge, with g the way back and m = 0 at first::
+
+        g = theta_0 - mean_r theta_r
+        m <- momentum m + g
+        theta <- theta_0 - lr (g + momentum m)
+
+    as `torch.optim.SGD(nesterov=True)` would step. With a momentum of 0 this is `outer_step=lr`, and with an lr of 1
+    too it is the plain average. In the long run a round counts lr / (1 - momentum) times: 7 times with the defaults,
+    which are DiLoCo's, so that few long rounds go as far as many short ones.
+
+    Costs two copies of the trained parameters, single precision at least; nothing is sent for it, as all replicas
+    compute the same.
+
+    Args:
+        lr: fraction of the round's weight change to apply.
+        momentum: fraction of the earlier rounds' change to apply again.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        for name, rule in _NESTEROV.items():
+            check_number(f"{name} of Nesterov", getattr(self, name), rule)
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """What is averaged at the end of a round and of the run, and how much of it counts.
+
+    Args:
+        outer_step: fraction of a round's weight change to apply, in (0, 1], or an `hdet.Nesterov`; see
+            `hdet._phases.outer_step_of`. The last round's change is applied whole. By default what the controller wants, which
+            mostly is 1.
+        tail: the part of the run at its end, in [0, 1], whose round ends are averaged: when the run ends, the probe
+            tells whether half of the way to that mean is better than the last weights; see `hdet._phases.tail_of`. 0 for none. By
+            default what the controller wants, where that is possible: `Auto` a half in runs of 2,000 steps and more.
+            Costs a copy of what is trained and of the followers, in single precision at least. The probe is asked for
+            16 indices that no round has had.
+        state: average the optimizer state of local gradients too. False: each replica keeps its own, which saves two
+            thirds of the traffic with Adam; it is averaged once, when the run ends.
+        followers: modules or tensors that follow the weights (EMA, SWA, fp32 masters), averaged with them.
+
+    >>> Averaging(outer_step=2.0)
+    Traceback (most recent call last):
+    ValueError: outer_step must lie in (0, 1], where 1 takes the whole step, got 2.0; write for example outer_step=0.5
+    """
+
+    outer_step: float | Nesterov | None = None
+    tail: float | None = None
+    state: bool = True
+    followers: Sequence[nn.Module | Tensor] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not (self.outer_step is None or isinstance(self.outer_step, Nesterov)):
+            check_number("outer_step", self.outer_step, _OUTER_STEP)
+            object.__setattr__(self, "outer_step", float(self.outer_step))
+        if self.tail is not None:
+            check_number("tail", self.tail, _TAIL)
+            object.__setattr__(self, "tail", float(self.tail))
+        check_flag("state", self.state)
+        self._check_followers()
+
+    def _check_followers(self) -> None:
+        given = self.followers
+        if isinstance(given, (nn.Module, Tensor)) or not isinstance(given, Iterable):
+            raise TypeError(f"followers must be a list, got {type(given).__name__}; write followers=[ema]")
+        object.__setattr__(self, "followers", tuple(given))
+        for follower in self.followers:
+            if not isinstance(follower, (nn.Module, Tensor)):
+                raise TypeError(f"followers must hold modules or tensors, got {follower!r}; write followers=[ema]")
+
+    def told(self) -> dict[str, object]:
+        """What all replicas must be given alike, by name. Followers are compared tensor by tensor, and not here."""
+        return {f"averaging.{option.name}": getattr(self, option.name) for option in fields(self) if option.compare}
