@@ -27,7 +27,8 @@ KEY = ("task", "active", "peak_lr", "seed")
 
 def run(about: dict) -> dict:
     """One run of `Auto` with that part, in this process."""
-    from hdet import Auto, LineSearch, find_lr  # noqa: PLC0415
+    from hdet import Auto, find_lr  # noqa: PLC0415
+    from hdet.controllers import LineSearch  # noqa: PLC0415
     from hdet_lab import ensemble_from_options, finder, run_start  # noqa: PLC0415
 
     part, made, short = about["active"], ensemble_from_options.make_controller, Auto.short

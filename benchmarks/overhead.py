@@ -167,7 +167,7 @@ def measure_loop(sizes: Sizes) -> list[list[float]]:
     optimizer = torch.optim.AdamW(model.parameters())
     total = sizes.rounds * sizes.interval
     scheduler = OneCycleLR(optimizer, max_lr=1e-4, total_steps=total + 1)
-    options: dict[str, Any] = {"interval": sizes.interval, "controller": hdet.Softmax(), "model": model}
+    options: dict[str, Any] = {"interval": sizes.interval, "controller": hdet.controllers.Softmax(), "model": model}
     ensemble = hdet.Ensemble(optimizer, [hdet.learning_rate(optimizer, spread=0.3)], total_steps=total, **options)
     spent: list[float] = []
 

@@ -23,23 +23,33 @@ COPIED = (
     "benchmarks/results/*.md", "benchmarks/results/*.png",
 )  # fmt: skip
 SECTIONS = {
-    "Training": ("Ensemble", "OneCycleAutoLR", "Nesterov", "Rollback", "Limits", "LostReplicaError", "warm_init"),
+    "Training": (
+        "Ensemble", "OneCycleAutoLR", "Averaging", "Nesterov", "Safety", "Rollback", "Limits", "LostReplicaError",
+        "warm_init",
+    ),
     "What is explored": (
         "learning_rate", "weight_decay", "momentum", "dropout", "attribute", "scalar", "Scalar", "Hyperparameter",
     ),
     "The rate before the run": ("find_lr", "FoundRate", "FindLRError"),
     "Probes and controllers": (
-        "Probe", "Auto", "LineSearch", "Slope", "Softmax", "Fixed", "Controller", "Plan", "Report", "Observation",
+        "Probe", "Auto",
+        *(f"controllers.{name}" for name in (
+            "LineSearch", "Slope", "Softmax", "Fixed", "Controller", "Plan", "Report", "Observation",
+        )),
     ),
-    "Checkpoints": ("save", "load", "Checkpoint", "replica_key"),
+    "Checkpoints": ("save", "load", "checkpoint.Checkpoint", "checkpoint.replica_key"),
     "Records": (
-        "RoundRecord", "HyperparameterRecord", "SearchRecord", "JSONLines", "read_records", "Progress", "describe",
-        "metrics", "make_schedule", "ReplayLR",
+        "JSONLines", "Progress",
+        *(f"records.{name}" for name in (
+            "RoundRecord", "HyperparameterRecord", "SearchRecord", "read_records", "describe", "metrics",
+            "make_schedule", "ReplayLR",
+        )),
     ),
     "Replicas": ("in_process", "data_parallel", "find_replicas", "ReplicaError"),
 }  # fmt: skip
 
 
+PACKAGES = ("checkpoint", "controllers", "records")
 INTEGRATIONS = (
     "lightning.HDETCallback", "transformers.HDETCallback", "accelerate.save_state", "accelerate.load_state",
 )  # fmt: skip
@@ -60,17 +70,25 @@ def collect() -> None:
 def reference() -> str:
     """A page with everything that is public, from its docstrings."""
     listed = [name for names in SECTIONS.values() for name in names]
-    public = {name for name in hdet.__all__ if name != "trackers"}
-    if set(listed) != public or len(listed) != len(public):
-        raise SystemExit(f"docs/build.py: put each public name into SECTIONS once: {set(listed) ^ public or listed}")
+    if set(listed) != public() or len(listed) != len(public()):
+        raise SystemExit(f"docs/build.py: put each public name into SECTIONS once: {set(listed) ^ public() or listed}")
     sections = {title: [_place(name) for name in names] for title, names in SECTIONS.items()}
-    sections["Trackers"] = [f"hdet.records.trackers.{name}" for name in hdet.trackers.__all__]
+    sections["Trackers"] = [f"hdet.records.trackers.{name}" for name in hdet.records.trackers.__all__]
     sections["Integrations"] = [f"hdet.integrations.{name}" for name in INTEGRATIONS]
-    about = "Everything public. `import hdet` is enough: each name is `hdet.NAME`; integrations have their own modules."
+    about = "Everything public, after `import hdet`. Integrations have modules of their own."
     text = ["# API", "", about, ""]
     for title, names in sections.items():
         text += [f"## {title}", "", *(f"::: {name}\n" for name in names)]
     return "\n".join(text)
+
+
+def public() -> set[str]:
+    """Every public name once, as it is written after `hdet.`."""
+    names = {name for name in hdet.__all__ if name not in PACKAGES}
+    for package in PACKAGES:
+        inside = getattr(hdet, package).__all__
+        names |= {f"{package}.{name}" for name in inside if name not in {*names, "trackers", "OnRound"}}
+    return names
 
 
 def _place(name: str) -> str:

@@ -46,7 +46,7 @@ def main() -> None:
         [hdet.learning_rate(optimizer, spread=0.3)],
         total_steps=total_steps,
         interval=6,
-        controller=hdet.Softmax(temperature=0.1),
+        controller=hdet.controllers.Softmax(temperature=0.1),
         model=model,
     )
     run = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "ensemble": ensemble}

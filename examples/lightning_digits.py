@@ -51,7 +51,7 @@ def main() -> None:
     callback = HDETCallback(
         lambda optimizer: [hdet.learning_rate(optimizer, spread=0.3)],
         interval=6,
-        controller=hdet.Softmax(temperature=0.1),
+        controller=hdet.controllers.Softmax(temperature=0.1),
         on_round=[hdet.JSONLines(f"{options.folder}/rounds.jsonl")],  # for `hdet report`
     )
     trainer = pl.Trainer(

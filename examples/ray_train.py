@@ -36,7 +36,7 @@ def train_replica(config: dict[str, int]) -> None:
         [hdet.learning_rate(optimizer, spread=0.2)],
         total_steps=config["steps"],
         interval=20,
-        controller=hdet.Softmax(temperature=0.1),
+        controller=hdet.controllers.Softmax(temperature=0.1),
         model=model,
     )
     for step in range(config["steps"]):

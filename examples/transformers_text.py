@@ -64,7 +64,7 @@ def main() -> None:
     callback = HDETCallback(
         lambda optimizer: [hdet.learning_rate(optimizer, spread=0.3)],
         interval=max(1, options.steps // 20),
-        controller=hdet.Softmax(temperature=0.1),
+        controller=hdet.controllers.Softmax(temperature=0.1),
     ).attach(trainer)
     trainer.train(resume_from_checkpoint=options.resume)
     loss = trainer.evaluate()["eval_loss"]  # of the best model, on every replica

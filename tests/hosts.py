@@ -18,7 +18,7 @@ import hdet
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 STEPS, INTERVAL, SAVED = 10, 4, 6  # it is saved in mid-round
-OPTIONS = {"interval": INTERVAL, "controller": hdet.Softmax(temperature=0.05)}
+OPTIONS = {"interval": INTERVAL, "controller": hdet.controllers.Softmax(temperature=0.05)}
 
 
 def as_under_torchrun():

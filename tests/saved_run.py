@@ -21,7 +21,7 @@ def parts(interval=4, total_steps=24, spread=0.3, **options):
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
     ensemble = hdet.Ensemble(
         optimizer, [hdet.learning_rate(optimizer, spread=spread)], total_steps=total_steps, interval=interval,
-        controller=hdet.Softmax(temperature=0.05), model=model, **options,
+        controller=hdet.controllers.Softmax(temperature=0.05), model=model, **options,
     )  # fmt: skip
     rank = hdet.find_replicas().rank
     torch.manual_seed(100 + rank)  # each replica has dropout of its own

@@ -105,9 +105,10 @@ KINDS = {
     "seed": (ensemble, {}, {"seed": 5}, "seed: 5 on replica 2, but 0 on the others"),
     "interval": (ensemble, {}, {"interval": 6}, "interval: 6 on replica 2, but 5"),
     "total steps": (ensemble, {}, {"total_steps": None}, "total_steps: None on replica 2, but 100"),
-    "controller": (ensemble, {}, {"controller": hdet.Softmax()}, "controller: Softmax("),
+    "controller": (ensemble, {}, {"controller": hdet.controllers.Softmax()}, "controller: Softmax("),
     "its option": (
-        ensemble, {"controller": hdet.Softmax()}, {"controller": hdet.Softmax(momentum=0.5)}, "momentum=0.5",
+        ensemble, {"controller": hdet.controllers.Softmax()},
+        {"controller": hdet.controllers.Softmax(momentum=0.5)}, "momentum=0.5",
     ),
     "observing only": (ensemble, {}, {"observe_only": True}, "observe_only: True on replica 2, but False"),
     "spread": (ensemble, {}, {"spread": 0.0}, "learning_rate: InGroups(0.0,"),
@@ -143,7 +144,7 @@ KINDS = {
     ),
     "atomic": (ensemble, {}, {"safety": hdet.Safety(atomic=True)}, "safety.atomic: True on replica 2, but False"),
     "gradients": (ensemble, {}, {"gradients": "local"}, "gradients: local on replica 2, but shared"),
-    "probe": (ensemble, {"controller": hdet.Softmax()}, {"probe": probe()}, "probe: Probe("),
+    "probe": (ensemble, {"controller": hdet.controllers.Softmax()}, {"probe": probe()}, "probe: Probe("),
     "its seed": (ensemble, {"probe": probe()}, {"probe": probe(seed=1)}, "seed=1"),
     "design": (ensemble, {}, {"design": "turns"}, "design: turns on replica 2, but permutations"),
     "follower": (
@@ -372,7 +373,7 @@ class Scorer:
 
 
 def ensembles_with_probes_of_their_own():
-    ensemble(controller=hdet.Softmax(), probe=Scorer(f"cuda:{dist.get_rank()}")).close()
+    ensemble(controller=hdet.controllers.Softmax(), probe=Scorer(f"cuda:{dist.get_rank()}")).close()
 
 
 def test_a_function_that_scores_on_a_device_of_its_own_is_the_same_probe():

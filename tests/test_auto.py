@@ -5,7 +5,8 @@ import torch
 from torch import nn, optim
 
 import hdet
-from hdet.controllers import Observation, Report, check_state, plan
+from hdet.controllers import Observation, Report
+from hdet.controllers.report import check_state, plan
 
 RUNGS = tuple(hdet._explore.slots.multipliers(4, 2.0, "log"))
 ONES = (1.0,) * 4
@@ -88,7 +89,13 @@ def test_in_long_runs_learning_rates_are_left_to_the_schedule(total_steps):
 
 
 def test_its_options_reach_their_controllers():
-    auto = hdet.Auto(hdet.LineSearch(interval=7), hdet.Slope(step_size=0.0), short=50, outer_step=0.7, interval=20)
+    auto = hdet.Auto(
+        hdet.controllers.LineSearch(interval=7),
+        hdet.controllers.Slope(step_size=0.0),
+        short=50,
+        outer_step=0.7,
+        interval=20,
+    )
     names = ["learning_rate", "momentum"]
     assert auto.plan(names, 50).interval == 7
     long = auto.plan(names, 51)
@@ -101,13 +108,13 @@ def test_its_state_is_checked_against_its_own():
     state = auto.init(["learning_rate", "momentum"])
     assert check_state(state, auto.init(["learning_rate", "momentum"])) == state
     with pytest.raises(ValueError, match="saved"):
-        check_state(hdet.Slope().init(["learning_rate", "momentum"]), state)
+        check_state(hdet.controllers.Slope().init(["learning_rate", "momentum"]), state)
 
 
 @pytest.mark.parametrize(
     ("bad", "error"),
     [
-        ({"line_search": hdet.Slope()}, TypeError),
+        ({"line_search": hdet.controllers.Slope()}, TypeError),
         ({"slope": None}, TypeError),
         ({"short": -1}, ValueError),
         ({"outer_step": 0.0}, ValueError),
@@ -132,15 +139,15 @@ def test_one_replica_searches_first_in_a_short_run_too():
 
 
 def test_plans_with_and_without_the_number_of_replicas():
-    class Told(hdet.Fixed):
+    class Told(hdet.controllers.Fixed):
         def plan(self, names, total_steps, replicas=None):
-            return hdet.Plan(interval=replicas)
+            return hdet.controllers.Plan(interval=replicas)
 
-    class Untold(hdet.Fixed):
+    class Untold(hdet.controllers.Fixed):
         def plan(self, names, total_steps):
-            return hdet.Plan(interval=7)
+            return hdet.controllers.Plan(interval=7)
 
-    assert [plan(told(), ["a"], 10, 3).interval for told in (Told, Untold, hdet.Fixed)] == [3, 7, None]
+    assert [plan(told(), ["a"], 10, 3).interval for told in (Told, Untold, hdet.controllers.Fixed)] == [3, 7, None]
 
 
 def problem(prepared, steps=400, rate=1e-4):

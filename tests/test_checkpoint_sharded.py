@@ -25,7 +25,10 @@ def resume(path, key=None):
     with parts["ensemble"].saving():
         model, optimizer = get_state_dict(parts["model"], parts["optimizer"])
     state = {"model": model, "optimizer": optimizer}
-    dcp.load({key or hdet.replica_key(parts["ensemble"]): state}, checkpoint_id=f"{path}/{loaded.values['sharded']}")
+    dcp.load(
+        {key or hdet.checkpoint.replica_key(parts["ensemble"]): state},
+        checkpoint_id=f"{path}/{loaded.values['sharded']}",
+    )
     set_state_dict(
         parts["model"], parts["optimizer"], model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
@@ -36,7 +39,7 @@ def save_and_resume(path, stop, key):
     warnings.simplefilter("ignore")
     whole = saved_run.parts()
     saved_run.train(whole, range(stop))
-    used = key or hdet.replica_key(whole["ensemble"])
+    used = key or hdet.checkpoint.replica_key(whole["ensemble"])
     save(path, whole, used)
     saved_run.train(whole, range(stop, 14))
     expected = saved_run.bits(whole)

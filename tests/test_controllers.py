@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import hdet
-from hdet.controllers import Observation, Report, check_state
+from hdet.controllers import Observation, Report
+from hdet.controllers.report import check_state
+from hdet.controllers.steering import Steering
 
 
 def report(scores, multipliers, base=1e-3, next_base=1e-3, floor=0.0, step=100):
@@ -23,7 +25,7 @@ LOSSES = (2.000, 2.002, 2.005, 2.001)
 
 def test_one_round_worked_out_by_hand():
     """L, slots (2, 0, 3, 1), gamma 0.01: Delta = -2.255847764803e-05, new center 9.88872076e-4."""
-    controller = hdet.Softmax(temperature=0.002, step_size=0.5, momentum=0.9)
+    controller = hdet.controllers.Softmax(temperature=0.002, step_size=0.5, momentum=0.9)
     after = controller.update(controller.init(["lr"]), report(LOSSES, BY_HAND, 1e-3, 0.99e-3))
     weights = [e + 0.25 for e in controller._excess_weights(LOSSES)]
     assert weights == pytest.approx([0.486264, 0.178887, 0.039915, 0.294934], abs=1e-6)
@@ -34,7 +36,7 @@ def test_one_round_worked_out_by_hand():
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8, 64])
 def test_equal_scores_move_nothing_at_all(size):
-    controller = hdet.Softmax()
+    controller = hdet.controllers.Softmax()
     state = controller.init(["lr"])
     multipliers = hdet._explore.slots.multipliers(size, 0.3)
     for value in (2.1, 0.0, -3.7, 1e-30):
@@ -45,7 +47,7 @@ def test_equal_scores_move_nothing_at_all(size):
 
 
 def test_the_sign_is_right():
-    controller = hdet.Softmax(temperature=0.1)
+    controller = hdet.controllers.Softmax(temperature=0.1)
     for better, sign in (([3, 2, 1, 0], 1), ([0, 1, 2, 3], -1)):
         after = controller.update(controller.init(["lr"]), report(better, LADDER))
         assert math.copysign(1, after["lr"]["scale"] - 1) == sign
@@ -54,7 +56,7 @@ def test_the_sign_is_right():
 @pytest.mark.parametrize("size", [2, 3, 4, 8, 64])
 def test_relabelling_replicas_and_shifting_scores_changes_nothing(size):
     rng = random.Random(size)
-    controller = hdet.Softmax(temperature=0.1)
+    controller = hdet.controllers.Softmax(temperature=0.1)
     scores = [rng.gauss(2, 0.1) for _ in range(size)]
     multipliers = hdet._explore.slots.multipliers(size, 0.3)
     reference = controller.update(controller.init(["lr"]), report(scores, multipliers))["lr"]["scale"]
@@ -67,7 +69,7 @@ def test_relabelling_replicas_and_shifting_scores_changes_nothing(size):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_replica_without_a_finite_score_is_ignored(bad):
-    controller = hdet.Softmax(temperature=0.1)
+    controller = hdet.controllers.Softmax(temperature=0.1)
     with_bad = controller.update(controller.init(["lr"]), report([*LOSSES, bad], [*BY_HAND, 1.9]))
     without = controller.update(controller.init(["lr"]), report(LOSSES, BY_HAND))
     assert with_bad == without
@@ -79,7 +81,7 @@ def test_a_replica_without_a_finite_score_is_ignored(bad):
 @pytest.mark.parametrize("spread", [1 / 9, 0.3, 0.9])
 @pytest.mark.parametrize("momentum", [0.0, 0.9, 0.99])
 def test_a_one_sided_signal_to_the_last_round_stays_within_its_limits(winner, spread, momentum):
-    controller = hdet.Softmax(temperature=1e-3, momentum=momentum, max_scale=10)
+    controller = hdet.controllers.Softmax(temperature=1e-3, momentum=momentum, max_scale=10)
     multipliers = hdet._explore.slots.multipliers(4, spread)
     scores = [0.0 if r == winner else 1.0 for r in range(4)]
     floor, rounds = 4e-9, 200
@@ -101,7 +103,7 @@ def test_a_one_sided_signal_to_the_last_round_stays_within_its_limits(winner, sp
 
 
 def test_without_a_floor_the_scale_stays_positive():
-    controller = hdet.Softmax(temperature=1e-3, step_size=5.0, momentum=0.0)
+    controller = hdet.controllers.Softmax(temperature=1e-3, step_size=5.0, momentum=0.0)
     state = controller.init(["lr"])
     for _ in range(300):
         state = controller.update(state, report([0, 1, 1, 1], hdet._explore.slots.multipliers(4, 0.9)))
@@ -109,7 +111,7 @@ def test_without_a_floor_the_scale_stays_positive():
 
 
 def test_a_base_of_zero_is_left_alone_and_warm_up_moves_nothing():
-    controller = hdet.Softmax(warmup_steps=200)
+    controller = hdet.controllers.Softmax(warmup_steps=200)
     state = controller.init(["lr"])
     assert controller.update(state, report(LOSSES, BY_HAND, step=199)) == state
     assert controller.update(state, report(LOSSES, BY_HAND, step=200)) != state
@@ -117,11 +119,11 @@ def test_a_base_of_zero_is_left_alone_and_warm_up_moves_nothing():
 
 
 def test_update_leaves_its_arguments_alone():
-    controller = hdet.Softmax()
+    controller = hdet.controllers.Softmax()
     state = controller.init(["lr"])
     controller.update(state, report(LOSSES, BY_HAND))
     assert state == controller.init(["lr"])
-    assert hdet.Fixed().update({"lr": {"scale": 1.0}}, report(LOSSES, BY_HAND)) == {"lr": {"scale": 1.0}}
+    assert hdet.controllers.Fixed().update({"lr": {"scale": 1.0}}, report(LOSSES, BY_HAND)) == {"lr": {"scale": 1.0}}
 
 
 @pytest.mark.parametrize(
@@ -138,13 +140,13 @@ def test_update_leaves_its_arguments_alone():
 )
 def test_bad_options(bad):
     with pytest.raises(ValueError, match=f"{next(iter(bad))} must"):
-        hdet.Softmax(**bad)
+        hdet.controllers.Softmax(**bad)
 
 
 @pytest.mark.parametrize("bad", [None, {}, {"other": {"scale": 1.0, "velocity": 0.0}}, {"lr": {"scale": 1.0}}])
 def test_a_state_of_other_hyperparameters_or_controllers_is_refused(bad):
     with pytest.raises(ValueError, match="saved"):
-        check_state(bad, hdet.Softmax().init(["lr"]))
+        check_state(bad, hdet.controllers.Softmax().init(["lr"]))
 
 
 # One table of invariants for every controller, a user's own included: the one in docs/controllers.md.
@@ -155,12 +157,12 @@ exec(re.search(r"```python\n(.*?)```", DOCS, flags=re.S).group(1), OWN)
 
 NAMES = ["learning_rate", "weight_decay"]
 CONTROLLERS = {
-    "softmax": hdet.Softmax(temperature=0.1),
-    "fixed": hdet.Fixed(),
-    "neutral": hdet.LineSearch(),
-    "greedy": hdet.LineSearch(target="greedy"),
-    "slope": hdet.Slope(),
-    "evidence": hdet.Slope(evidence=2.0, anneal=False),
+    "softmax": hdet.controllers.Softmax(temperature=0.1),
+    "fixed": hdet.controllers.Fixed(),
+    "neutral": hdet.controllers.LineSearch(),
+    "greedy": hdet.controllers.LineSearch(target="greedy"),
+    "slope": hdet.controllers.Slope(),
+    "evidence": hdet.controllers.Slope(evidence=2.0, anneal=False),
     "auto": hdet.Auto(short=1000),
     "auto, long": hdet.Auto(short=0),
     "own": OWN["TowardsTheBest"](),
@@ -196,7 +198,7 @@ def rounds_of(seed, size, count):
 
 def names_of(controller):
     """The line search is for learning rates."""
-    return ["learning_rate"] if isinstance(controller, hdet.LineSearch) else NAMES
+    return ["learning_rate"] if isinstance(controller, hdet.controllers.LineSearch) else NAMES
 
 
 def run(controller, rounds, state=None):
@@ -267,7 +269,7 @@ def test_update_is_pure(controller, size):
     once, twice = controller.update(state, seen), controller.update(state, seen)
     assert once == twice
     assert (state, seen) == (kept, kept_report)
-    if not isinstance(controller, hdet.Fixed):
+    if not isinstance(controller, hdet.controllers.Fixed):
         assert once != state
 
 
@@ -322,13 +324,13 @@ def test_a_hyperparameter_that_was_not_explored_keeps_its_estimate(controller):
     scores, start, multipliers = next(rounds_of(1, 4, 1))
     rested = names_of(controller)[-1]
     after = controller.update(state, full_report(scores, start, {**multipliers, rested: [1.0] * 4}))
-    keys = ["estimate", "error"] if isinstance(controller, hdet.Softmax) else list(state[rested])
+    keys = ["estimate", "error"] if isinstance(controller, hdet.controllers.Softmax) else list(state[rested])
     assert [after[rested][key] for key in keys] == [state[rested][key] for key in keys]
 
 
 def test_limits_and_floors_are_kept():
     rungs = hdet._explore.slots.multipliers(4, 2.0, "log")
-    for controller in (hdet.LineSearch(), hdet.Slope(step_size=1.0)):
+    for controller in (hdet.controllers.LineSearch(), hdet.controllers.Slope(step_size=1.0)):
         for sign, limits, floor, end in (
             (1, (0.5, 1.5), 0.0, 1.5),
             (-1, (0.5, 1.5), 0.0, 0.5),
@@ -370,7 +372,7 @@ class Returns:
     ],
 )
 def test_a_controller_that_returns_no_state_is_told_so(returned, error, match):
-    steering = hdet.controllers.Steering(Returns(returned), ["lr"])
+    steering = Steering(Returns(returned), ["lr"])
     with pytest.raises(error, match=match):
         steering.update(report(LOSSES, BY_HAND))
 
@@ -380,24 +382,28 @@ def test_a_controller_that_begins_at_no_scale_is_told_so(scale):
     controller = Returns(None)
     controller.init = lambda names: {name: {"scale": scale} for name in names}
     with pytest.raises(ValueError, match=r"Returns\.init must return positive and finite scales"):
-        hdet.controllers.Steering(controller, ["lr"])
+        Steering(controller, ["lr"])
 
 
 @pytest.mark.parametrize(
     ("wanted", "error", "match"),
     [
-        ({"interval": 5}, TypeError, r"Returns\.plan must return an hdet\.Plan, got \{'interval': 5\}"),
-        (hdet.Plan(interval=0), ValueError, r"interval of Returns\.plan must be at least 1"),
-        (hdet.Plan(interval=2.5), TypeError, r"interval of Returns\.plan must be an int"),
-        (hdet.Plan(outer_step=2.0), ValueError, r"outer_step of Returns\.plan must lie in \[0, 1\]"),
-        (hdet.Plan(tail_average="half"), TypeError, r"tail_average of Returns\.plan must be a number"),
-        (hdet.Plan(until=None), TypeError, r"until of Returns\.plan must be a dict of steps by name, got None"),
+        ({"interval": 5}, TypeError, r"Returns\.plan must return an hdet\.controllers\.Plan, got \{'interval': 5\}"),
+        (hdet.controllers.Plan(interval=0), ValueError, r"interval of Returns\.plan must be at least 1"),
+        (hdet.controllers.Plan(interval=2.5), TypeError, r"interval of Returns\.plan must be an int"),
+        (hdet.controllers.Plan(outer_step=2.0), ValueError, r"outer_step of Returns\.plan must lie in \[0, 1\]"),
+        (hdet.controllers.Plan(tail_average="half"), TypeError, r"tail_average of Returns\.plan must be a number"),
         (
-            hdet.Plan(until={"learning_rate": "x"}),
+            hdet.controllers.Plan(until=None),
+            TypeError,
+            r"until of Returns\.plan must be a dict of steps by name, got None",
+        ),
+        (
+            hdet.controllers.Plan(until={"learning_rate": "x"}),
             TypeError,
             r"until of Returns\.plan for learning_rate must be an int",
         ),
-        (hdet.Plan(why=None), TypeError, r"why of Returns\.plan must be a dict of words by name, got None"),
+        (hdet.controllers.Plan(why=None), TypeError, r"why of Returns\.plan must be a dict of words by name, got None"),
     ],
 )
 def test_a_plan_that_cannot_be_is_told_so(wanted, error, match):
@@ -409,10 +415,10 @@ def test_a_plan_that_cannot_be_is_told_so(wanted, error, match):
 
 
 def test_a_controller_that_has_lost_its_way_begins_anew_and_the_record_says_so():
-    steering = hdet.controllers.Steering(Returns({"lr": {"scale": math.nan}}), ["lr"])
+    steering = Steering(Returns({"lr": {"scale": math.nan}}), ["lr"])
     assert steering.update(report(LOSSES, BY_HAND)) == {"lr": 1.0}
     assert steering.said == ("lr: Returns asked for a scale of nan; it begins anew at 1",)
-    steering = hdet.controllers.Steering(Returns({"lr": {"scale": torch.tensor(1.5)}}), ["lr"])
+    steering = Steering(Returns({"lr": {"scale": torch.tensor(1.5)}}), ["lr"])
     steering.update(report(LOSSES, BY_HAND))
     assert type(steering.scales["lr"]) is float
     assert steering.said == ()
@@ -420,8 +426,14 @@ def test_a_controller_that_has_lost_its_way_begins_anew_and_the_record_says_so()
 
 @pytest.mark.parametrize("limits", [(1.2, 3.0), (0.1, 0.8), (0.9, 0.9)])
 def test_a_scale_outside_its_limits_stays_without_a_reason_to_come_back(limits):
-    for controller in (hdet.Fixed(), hdet.Softmax(), hdet.Slope(), hdet.LineSearch(), hdet.Auto()):
-        steering = hdet.controllers.Steering(controller, ["lr"])
+    for controller in (
+        hdet.controllers.Fixed(),
+        hdet.controllers.Softmax(),
+        hdet.controllers.Slope(),
+        hdet.controllers.LineSearch(),
+        hdet.Auto(),
+    ):
+        steering = Steering(controller, ["lr"])
         tie = Report(100, (2.0,) * 4, {"lr": Observation(1.0, 1.0, 0.0, tuple(LADDER), limits=limits)}, 400,
                      (2.0,) * 4, 2.0)  # fmt: skip
         assert steering.update(tie) == {"lr": 1.0}

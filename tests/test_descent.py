@@ -23,10 +23,10 @@ from hdet.records.trend import Descent, Trend, words
 
 CONTROLLERS = {
     "auto": hdet.Auto(),
-    "line search": hdet.LineSearch(),
-    "slope": hdet.Slope(),
-    "softmax": hdet.Softmax(),
-    "fixed": hdet.Fixed(),
+    "line search": hdet.controllers.LineSearch(),
+    "slope": hdet.controllers.Slope(),
+    "softmax": hdet.controllers.Softmax(),
+    "fixed": hdet.controllers.Fixed(),
 }
 
 
@@ -175,8 +175,8 @@ def events_of(records):
 
 WAYS = {
     **{name: {"controller": controller} for name, controller in CONTROLLERS.items()},
-    "without a probe": {"controller": hdet.Softmax(), "probe": False},
-    "local": {"controller": hdet.Slope(), "gradients": "local"},
+    "without a probe": {"controller": hdet.controllers.Softmax(), "probe": False},
+    "local": {"controller": hdet.controllers.Slope(), "gradients": "local"},
     "drop-in": {"drop_in": True},
 }
 
@@ -209,13 +209,13 @@ def test_a_run_that_learns_is_left_in_peace(way):
 
 @pytest.mark.parametrize("at", [2, 17, 40])
 def test_it_is_resumed_to_the_last_bit(at):
-    whole, _ = hdet.in_process(lambda: trained(3.0, hdet.Slope()), 2)
-    resumed, _ = hdet.in_process(lambda: trained(3.0, hdet.Slope(), resume_at=at), 2)
+    whole, _ = hdet.in_process(lambda: trained(3.0, hdet.controllers.Slope()), 2)
+    resumed, _ = hdet.in_process(lambda: trained(3.0, hdet.controllers.Slope(), resume_at=at), 2)
     told = [[(r.step, r.trend, r.first_loss, r.level, r.events) for r in records] for records in (whole, resumed)]
     assert told[0] == told[1]
 
 
-PLAIN = {"controller": hdet.Fixed(), "probe": False, "spread": 0.0}
+PLAIN = {"controller": hdet.controllers.Fixed(), "probe": False, "spread": 0.0}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -239,7 +239,7 @@ def test_it_is_said_to_those_who_keep_no_records():
 def in_processes():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        records = trained(3.0, hdet.Softmax(), probe=False)
+        records = trained(3.0, hdet.controllers.Softmax(), probe=False)
     return events_of(records), [str(w.message) for w in caught if "the losses" in str(w.message)]
 
 
@@ -252,7 +252,7 @@ def test_every_rank_warns():
 def test_the_page_says_so(tmp_path):
     """Also of a run that goes on; a file of before, without these fields, is read as ever."""
     for rate, good in ((3.0, False), (3e-3, True)):
-        records, _ = hdet.in_process(lambda rate=rate: trained(rate, hdet.LineSearch()), 2)
+        records, _ = hdet.in_process(lambda rate=rate: trained(rate, hdet.controllers.LineSearch()), 2)
         for count in (5, 8, len(records)):
             path = tmp_path / f"{rate}-{count}.jsonl"
             path.write_text("".join(to_line(record, 0.0) for record in records[:count]))

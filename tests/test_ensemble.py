@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hdet
 from hdet._phases.control import Control
 from hdet._phases.recording import Recording
+from hdet.controllers.steering import Steering
 
 
 def flat(tensors):
@@ -171,7 +172,10 @@ def test_a_run_that_ends_in_mid_round_warns():
 def observed(observe_only):
     records = []
     model, o, ensemble = make(
-        observe_only=observe_only, controller=hdet.Softmax(temperature=0.05), on_round=[records.append], total_steps=16
+        observe_only=observe_only,
+        controller=hdet.controllers.Softmax(temperature=0.05),
+        on_round=[records.append],
+        total_steps=16,
     )
     train(model, o, ensemble, 12)
     return [
@@ -470,7 +474,7 @@ def test_replicas_that_disagree_all_raise_the_same_before_anything_is_averaged(k
 
 
 def save_at_a_rounds_end(folder):
-    model, o, ensemble = make(controller=hdet.Softmax(temperature=0.05), total_steps=20)
+    model, o, ensemble = make(controller=hdet.controllers.Softmax(temperature=0.05), total_steps=20)
     train(model, o, ensemble, 8)
     state = {"model": model.module.state_dict(), "optimizer": o.state_dict(), "ensemble": ensemble.state_dict()}
     if dist.get_rank() == 0:
@@ -481,7 +485,7 @@ def save_at_a_rounds_end(folder):
 
 def resume_from_one_file(folder):
     state = torch.load(f"{folder}/state.pt", weights_only=True)
-    model, o, ensemble = make(controller=hdet.Softmax(temperature=0.05), total_steps=20)
+    model, o, ensemble = make(controller=hdet.controllers.Softmax(temperature=0.05), total_steps=20)
     model.module.load_state_dict(state["model"])
     o.load_state_dict(state["optimizer"])
     ensemble.load_state_dict(state["ensemble"])
@@ -557,7 +561,7 @@ def test_one_replica_is_plain_training_with_a_warning():
     plain, ours = Net(), Net()
     ours.load_state_dict(plain.state_dict())
     optimizers = [optim.AdamW(m.parameters(), lr=0.01) for m in (plain, ours)]
-    ensemble = hdet.Ensemble(optimizers[1], interval=2, model=ours, controller=hdet.Softmax())
+    ensemble = hdet.Ensemble(optimizers[1], interval=2, model=ours, controller=hdet.controllers.Softmax())
     with pytest.warns(UserWarning, match="one replica only"):
         for step in range(5):
             x, y = batch(0, step)
@@ -620,12 +624,12 @@ def test_after_close_steps_are_plain_and_never_an_error():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"spread": 0.0, "controller": hdet.Softmax()}, "Softmax has no effect, as nothing is explored"),
+        ({"spread": 0.0, "controller": hdet.controllers.Softmax()}, "Softmax has no effect, as nothing is explored"),
         ({"spread": 0.0, "probe": len, "total_steps": 9, "controller": hdet.Auto()}, "Auto has no effect, as nothing"),
-        ({"spread": 0.0, "probe": len, "controller": hdet.LineSearch()}, "LineSearch has no effect"),
+        ({"spread": 0.0, "probe": len, "controller": hdet.controllers.LineSearch()}, "LineSearch has no effect"),
         ({"observe_only": True}, "observe_only=True has no effect"),
-        ({"controller": hdet.Softmax(warmup_steps=50), "total_steps": 50}, "Softmax never acts"),
-        ({"controller": hdet.Softmax(warmup_steps=9), "total_steps": 10, "interval": 4}, "ends at step 8"),
+        ({"controller": hdet.controllers.Softmax(warmup_steps=50), "total_steps": 50}, "Softmax never acts"),
+        ({"controller": hdet.controllers.Softmax(warmup_steps=9), "total_steps": 10, "interval": 4}, "ends at step 8"),
     ],
 )
 def test_arguments_without_effect_warn(options, match, monkeypatch):
@@ -709,7 +713,11 @@ def parameters_of(n=1):
         ({"interval": 1, "model": nn.Linear(2, 2)}, ValueError, "model must be the one that the optimizer trains"),
         ({"interval": 1, "model": 3}, TypeError, "model must be a torch.nn.Module"),
         ({"interval": 1, "on_round": [3]}, TypeError, "on_round must hold callables"),
-        ({"interval": 1, "controller": hdet.Softmax}, TypeError, r"controller=hdet.Softmax\(\)"),
+        (
+            {"interval": 1, "controller": hdet.controllers.Softmax},
+            TypeError,
+            r"controller=hdet.controllers.Softmax\(\)",
+        ),
     ],
 )
 def test_bad_arguments(options, error, match):
@@ -811,7 +819,10 @@ def risen_to_its_bound(controller, tie):
     return [record.hyperparameters["learning_rate"] for record in records], trained
 
 
-@pytest.mark.parametrize(("controller", "tie"), [(hdet.Fixed(), False), (hdet.Slope(), True), (hdet.Softmax(), True)])
+@pytest.mark.parametrize(
+    ("controller", "tie"),
+    [(hdet.controllers.Fixed(), False), (hdet.controllers.Slope(), True), (hdet.controllers.Softmax(), True)],
+)
 def test_a_bound_cuts_values_and_moves_no_scale(controller, tie):
     for rows, trained in hdet.in_process(risen_to_its_bound, 4, controller, tie):
         assert {row.scale for row in rows} == {1.0}
@@ -862,16 +873,16 @@ def test_a_base_beyond_its_bound_is_told_as_the_bound(vertex, estimate):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     rate = hdet.learning_rate(optimizer, spread=2.0, ladder="log", bounds=(0.0, 0.1))
     rungs = (0.5, 0.8, 1.25, 2.0)
-    steering = hdet.controllers.Steering(hdet.LineSearch(), ["learning_rate"])
+    steering = Steering(hdet.controllers.LineSearch(), ["learning_rate"])
     bases = [0.1 * 1.15**k for k in range(20)]
     for base, following in itertools.pairwise(bases):  # all rounds are alike: trained at the bound
         scale = steering.scales["learning_rate"]
         probe = tuple((v / vertex) ** 2 - 2 * v / vertex for v in rate.values_of(base, scale, rungs))
-        seen = hdet.Observation(
+        seen = hdet.controllers.Observation(
             rate.steered(base, scale), rate.steered(following, scale), 0.0,
             rate.within_bounds([base], scale, rungs), limits=rate.limits(following, 4),
         )  # fmt: skip
-        steering.update(hdet.Report(1, probe, {"learning_rate": seen}, 10_000, probe, 0.0))
+        steering.update(hdet.controllers.Report(1, probe, {"learning_rate": seen}, 10_000, probe, 0.0))
         assert steering.scales["learning_rate"] == pytest.approx(1.0)  # above the limits, and nothing asks for less
     assert steering.confidence("learning_rate", 1.0).estimate == pytest.approx(estimate, abs=1e-9)
 
@@ -945,7 +956,7 @@ def searched_by_two(controller, per_group):
     return [str(warning.message) for warning in caught if "three replicas" in str(warning.message)]
 
 
-@pytest.mark.parametrize("controller", [hdet.LineSearch(), hdet.Auto()])
+@pytest.mark.parametrize("controller", [hdet.controllers.LineSearch(), hdet.Auto()])
 def test_two_replicas_are_too_few_for_a_line_search_by_group(controller):
     told = hdet.in_process(searched_by_two, 2, controller, True)
     assert sum(map(len, told)) >= 1

@@ -205,7 +205,7 @@ def test_a_store_that_is_gone_is_said(tmp_path):
 
 
 def uneven(gradients):
-    loop = Loop(gradients=gradients, controller=hdet.Softmax(temperature=0.1))
+    loop = Loop(gradients=gradients, controller=hdet.controllers.Softmax(temperature=0.1))
     schedule = optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.9)  # stands still where the data have ended
     records = []
     loop.ensemble.engine.phase(Recording).on_round = (records.append,)

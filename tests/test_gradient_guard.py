@@ -292,7 +292,7 @@ def always_nan_on_one():
         [hdet.learning_rate(o, spread=0.2)],
         total_steps=60,
         interval=5,
-        controller=hdet.Fixed(),
+        controller=hdet.controllers.Fixed(),
         safety=hdet.Safety(guard=True),
     )
     for step in range(60):

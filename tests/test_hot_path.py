@@ -50,7 +50,7 @@ def ordinary_steps(kind, lr_is_tensor):
     else:
         rates = hdet.learning_rate(o, spread=0.3, per_group=True)
         rates = [dataclasses.replace(rate, floor=1e-3) for rate in rates]
-        ensemble = hdet.Ensemble(o, rates, interval=400, controller=hdet.Softmax())
+        ensemble = hdet.Ensemble(o, rates, interval=400, controller=hdet.controllers.Softmax())
         advance = ensemble.step
     if lr_is_tensor:
         for group in o.param_groups:

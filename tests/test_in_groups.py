@@ -103,7 +103,7 @@ def test_what_is_off_in_every_group_is_told(explore):
     optimizer = make(optim.SGD)
     probe = hdet.Probe(torch.ones(4), lambda model, x: x.mean(), held_out=True)
     model = nn.ParameterList(p for group in optimizer.param_groups for p in group["params"])
-    options = {"total_steps": 9, "controller": hdet.Slope(), "probe": probe, "model": model}
+    options = {"total_steps": 9, "controller": hdet.controllers.Slope(), "probe": probe, "model": model}
     for per_group in (False, True):
         with pytest.warns(UserWarning, match="is off or at its bound now in every parameter group"):
             hdet.Ensemble(optimizer, [explore(optimizer, per_group=per_group)], **options).close()

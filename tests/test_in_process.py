@@ -254,7 +254,7 @@ def test_what_an_ensemble_has_open_does_not_keep_it_from_being_copied(tmp_path, 
         return ensemble.progress["step"]
 
     assert hdet.in_process(copied, 2) == [9, 9]
-    assert kind != "file" or len(hdet.read_records(tmp_path / "rounds.jsonl")) == 3
+    assert kind != "file" or len(hdet.records.read_records(tmp_path / "rounds.jsonl")) == 3
 
 
 def test_ensembles_and_models_can_be_copied():

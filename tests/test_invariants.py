@@ -94,11 +94,11 @@ def joint(optimizers, spread):
 VARIANTS = {
     "softmax": lambda o, m, s: (
         [hdet.learning_rate(o, spread=s, per_group=True)],
-        {"controller": hdet.Softmax(temperature=0.1)},
+        {"controller": hdet.controllers.Softmax(temperature=0.1)},
     ),
     "line search": lambda o, m, s: (
         joint(o, s),
-        {"controller": hdet.LineSearch(), "probe": a_probe()},
+        {"controller": hdet.controllers.LineSearch(), "probe": a_probe()},
     ),
     "auto, decay and momentum": lambda o, m, s: (
         [*joint(o, s), hdet.weight_decay(o, spread=s), hdet.momentum(o, spread=s)],
@@ -106,19 +106,19 @@ VARIANTS = {
     ),
     "slopes, orthogonal": lambda o, m, s: (
         [*joint(o, s), hdet.weight_decay(o, spread=s)],
-        {"controller": hdet.Slope(), "probe": a_probe(held_out=True)},
+        {"controller": hdet.controllers.Slope(), "probe": a_probe(held_out=True)},
     ),
     "outer step": lambda o, m, s: (
         joint(o, s),
-        {"controller": hdet.Softmax(temperature=0.1), "averaging": hdet.Averaging(outer_step=0.5)},
+        {"controller": hdet.controllers.Softmax(temperature=0.1), "averaging": hdet.Averaging(outer_step=0.5)},
     ),
     "tail average": lambda o, m, s: (
         joint(o, s),
-        {"controller": hdet.LineSearch(), "probe": a_probe(), "averaging": hdet.Averaging(tail=1.0)},
+        {"controller": hdet.controllers.LineSearch(), "probe": a_probe(), "averaging": hdet.Averaging(tail=1.0)},
     ),
     "rollback": lambda o, m, s: (
         joint(o, s),
-        {"controller": hdet.Softmax(), "safety": hdet.Safety(rollback=hdet.Rollback())},
+        {"controller": hdet.controllers.Softmax(), "safety": hdet.Safety(rollback=hdet.Rollback())},
     ),
     "local and guarded": lambda o, m, s: (
         joint(o, s),
@@ -126,7 +126,7 @@ VARIANTS = {
     ),
     "guarded": lambda o, m, s: (
         joint(o, s),
-        {"controller": hdet.Softmax(temperature=0.1), "safety": hdet.Safety(guard=True, atomic=True)},
+        {"controller": hdet.controllers.Softmax(temperature=0.1), "safety": hdet.Safety(guard=True, atomic=True)},
     ),
     "outer momentum": lambda o, m, s: (
         joint(o, s),
@@ -138,7 +138,7 @@ VARIANTS = {
     ),
     "local gradients": lambda o, m, s: (
         [*joint(o, s), hdet.attribute(m.module, "heat", spread=s)],
-        {"controller": hdet.Slope(), "gradients": "local"},
+        {"controller": hdet.controllers.Slope(), "gradients": "local"},
     ),
 }
 LINE_SEARCHES = {"line search", "tail average"}

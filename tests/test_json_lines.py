@@ -33,11 +33,11 @@ def loads(text):
 
 def make_record(replicas=8, names=("learning_rate", "weight_decay"), **changes):
     values = tuple(0.1 * (1 + replica / 10) for replica in range(replicas))
-    row = hdet.HyperparameterRecord(
+    row = hdet.records.HyperparameterRecord(
         0.1, 0.2, values, 2.5, 2.5, {"velocity": 1 / 3}, 0.1, 0.05, "x2.76 +- 0.14", 2.0, ("0/0/lr",), (0.19,), (0.2,)
     )
     losses = tuple(1 + replica / 7 for replica in range(replicas))
-    record = hdet.RoundRecord(
+    record = hdet.records.RoundRecord(
         3, 40, True, losses, dict.fromkeys(names, row), losses, 1.5, 2.0, 0.25, 0.25, ("something",), 10, 100
     )
     return dataclasses.replace(record, **changes)
@@ -55,7 +55,7 @@ def train(path, steps, interval, total_steps=None, tensor=False, spread=0.2):
     kept, rates = [], []
     ensemble = hdet.Ensemble(
         o, [hdet.learning_rate(o, spread=spread)], interval=interval, model=model, total_steps=total_steps,
-        controller=hdet.Softmax(temperature=0.01), on_round=[hdet.JSONLines(path), kept.append],
+        controller=hdet.controllers.Softmax(temperature=0.01), on_round=[hdet.JSONLines(path), kept.append],
     )  # fmt: skip
     for step in range(steps):
         x = torch.randn(8, 3, generator=torch.Generator().manual_seed(9 * step + hdet.find_replicas().rank))
@@ -99,7 +99,7 @@ def test_each_of_two_ensembles_is_recorded_by_its_own_first_replica(tmp_path):
     told = run(train_in_pairs, 4, tmp_path)
     for rank, mean in ((0, 5), (2, 25)):
         (shown, numbers), others = told[rank], told[rank + 1]
-        records = hdet.read_records(tmp_path / f"{rank // 2}.jsonl")
+        records = hdet.records.read_records(tmp_path / f"{rank // 2}.jsonl")
         assert [record.scores for record in records] == [(10 * rank + at, 10 * rank + 10 + at) for at in (0.5, 2.5)]
         assert numbers == [mean + 0.5, mean + 2.5]
         assert len(shown.splitlines()) == 2
@@ -129,13 +129,13 @@ def test_a_full_disk_does_not_end_a_run(tmp_path):
     (told,) = first
     assert told.startswith(f"round 0 cannot be written to {path} (No space left on device); the run goes on")
     assert second == []
-    assert [record.round for record in hdet.read_records(path)] == [2, 3]
+    assert [record.round for record in hdet.records.read_records(path)] == [2, 3]
 
 
 def test_what_is_read_is_what_was_handed_out(tmp_path):
     path = tmp_path / "deep" / "rounds.jsonl"
     (first, rates), (second, _) = run(train, 2, path, 11, 4)
-    read = hdet.read_records(path)
+    read = hdet.records.read_records(path)
     assert len(path.read_text().splitlines()) == len(first) == 3  # one replica wrote
     assert [dataclasses.replace(r, hyperparameters={}) for r in read] == [
         dataclasses.replace(r, hyperparameters={}) for r in first
@@ -158,14 +158,14 @@ def test_what_is_read_is_what_was_handed_out(tmp_path):
 @pytest.mark.parametrize(("steps", "total", "last"), [(8, None, (8, 0)), (8, 8, (8, 4)), (10, 10, (10, 2))])
 def test_the_last_record_says_so(tmp_path, steps, total, last):
     train(tmp_path / "rounds.jsonl", steps, 4, total)
-    read = hdet.read_records(tmp_path / "rounds.jsonl")
+    read = hdet.records.read_records(tmp_path / "rounds.jsonl")
     assert [r.last for r in read] == [False] * (len(read) - 1) + [True]
     assert (read[-1].step, read[-1].steps) == last
 
 
 def test_tensor_rates_and_rounds_without_exploration_are_recorded_too(tmp_path):
     _, rates = train(tmp_path / "rounds.jsonl", 9, 3, tensor=True, spread=0.2)  # one replica: nothing is explored
-    read = hdet.read_records(tmp_path / "rounds.jsonl")
+    read = hdet.records.read_records(tmp_path / "rounds.jsonl")
     rows = [(r, r.hyperparameters["learning_rate"]) for r in read if r.steps]
     assert len(rows) == 3
     for record, row in rows:
@@ -176,7 +176,7 @@ def test_tensor_rates_and_rounds_without_exploration_are_recorded_too(tmp_path):
 
 def test_lines_are_strict_json_whatever_the_numbers():
     awkward = (math.nan, math.inf, -math.inf, 5e-324)
-    row = hdet.HyperparameterRecord(math.nan, 1.0, awkward, 1.0, math.inf, {"v": math.nan}, 0.0, math.inf)
+    row = hdet.records.HyperparameterRecord(math.nan, 1.0, awkward, 1.0, math.inf, {"v": math.nan}, 0.0, math.inf)
     name = "</script><script>alert(1)</script>" + '"' * 10_000
     record = make_record(scores=awkward, probe=awkward, start=math.nan, hyperparameters={name: row})
     text = to_line(record, 1.0)
@@ -200,19 +200,19 @@ def test_a_line_cut_short_is_left_out_and_then_overwritten(tmp_path):
     start = whole.rindex(b"\n", 0, -1) + 1
     for cut in (1, 17, len(whole) - start - 1):
         path.write_bytes(whole[: start + cut])
-        assert [r.round for r in hdet.read_records(path)] == [0, 1]
+        assert [r.round for r in hdet.records.read_records(path)] == [0, 1]
     hdet.JSONLines(path)(make_record(round=2))
-    assert [r.round for r in hdet.read_records(path)] == [0, 1, 2]
+    assert [r.round for r in hdet.records.read_records(path)] == [0, 1, 2]
     path.write_bytes(path.read_bytes() + b"x" * 200_000)  # a long part: what comes before it is looked for further back
     hdet.JSONLines(path)(make_record(round=3))
-    assert [r.round for r in hdet.read_records(path)] == [0, 1, 2, 3]
+    assert [r.round for r in hdet.records.read_records(path)] == [0, 1, 2, 3]
 
 
 def test_rounds_that_a_resumed_run_did_again_are_read_once(tmp_path):
     path = tmp_path / "rounds.jsonl"
     for number, step in [(0, 10), (1, 20), (2, 30), (1, 21), (2, 31), (3, 41)]:
         hdet.JSONLines(path)(make_record(round=number, step=step))
-    assert [(r.round, r.step) for r in hdet.read_records(path)] == [(0, 10), (1, 21), (2, 31), (3, 41)]
+    assert [(r.round, r.step) for r in hdet.records.read_records(path)] == [(0, 10), (1, 21), (2, 31), (3, 41)]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_rounds_that_a_resumed_run_did_again_are_read_once(tmp_path):
 def test_other_files_are_refused(tmp_path, text, says):
     (tmp_path / "rounds.jsonl").write_text(text)
     with pytest.raises(ValueError, match=says):
-        hdet.read_records(tmp_path / "rounds.jsonl")
+        hdet.records.read_records(tmp_path / "rounds.jsonl")
 
 
 def test_keys_of_later_versions_are_left_out(tmp_path):
@@ -231,7 +231,7 @@ def test_keys_of_later_versions_are_left_out(tmp_path):
     line["mood"] = "good"
     line["hyperparameters"]["learning_rate"]["colour"] = [1, 2]
     (tmp_path / "rounds.jsonl").write_text(json.dumps(line) + "\n")
-    assert hdet.read_records(tmp_path / "rounds.jsonl") == [make_record()]
+    assert hdet.records.read_records(tmp_path / "rounds.jsonl") == [make_record()]
 
 
 def test_a_record_costs_less_than_a_millisecond(tmp_path):
@@ -256,7 +256,7 @@ def test_many_replicas_are_written_with_twelve_digits_in_half_the_time(tmp_path)
             seconds.append(time.process_time() - began)
     assert statistics.median(ours) < 0.7 * statistics.median(theirs)
     hdet.JSONLines(tmp_path / "rounds.jsonl")(record)
-    (read,) = hdet.read_records(tmp_path / "rounds.jsonl")
+    (read,) = hdet.records.read_records(tmp_path / "rounds.jsonl")
     assert read.scores == pytest.approx(record.scores, rel=1e-11)
     row, was = read.hyperparameters["learning_rate"], record.hyperparameters["learning_rate"]
     assert row.values == pytest.approx(was.values, rel=1e-11)
@@ -266,14 +266,14 @@ def test_many_replicas_are_written_with_twelve_digits_in_half_the_time(tmp_path)
 
 
 def test_metrics_are_flat_finite_numbers():
-    flat = hdet.metrics(make_record(scores=(1.0, math.nan, 3.0), probe=None, start=None))
+    flat = hdet.records.metrics(make_record(scores=(1.0, math.nan, 3.0), probe=None, start=None))
     assert all(isinstance(value, float) and math.isfinite(value) for value in flat.values())
     assert flat["loss/mean"] == 2.0
     assert flat["loss/best_replica"] == 0.0
     assert "loss/replica_1" not in flat
     assert flat["learning_rate/scale"] == 2.5
     assert flat["overhead"] == 0.25
-    many = hdet.metrics(make_record(replicas=1000))
+    many = hdet.records.metrics(make_record(replicas=1000))
     assert len(many) < 40
 
 
@@ -291,10 +291,10 @@ def test_a_damaged_record_is_said_to_be_one(tmp_path, change):
     line = json.loads(to_line(make_record(), 0.0))
     (tmp_path / "rounds.jsonl").write_text(json.dumps({**line, **change}) + "\n")
     with pytest.raises(ValueError, match=r"rounds\.jsonl"):
-        hdet.read_records(tmp_path / "rounds.jsonl")
+        hdet.records.read_records(tmp_path / "rounds.jsonl")
 
 
-SEARCH = hdet.SearchRecord(
+SEARCH = hdet.records.SearchRecord(
     rate=0.02, start=1e-4, interval=(0.03, 0.3), whole=(0.02, 0.3), factor=0.25, first_loss=2.0,
     coarse=((1e-4, 2.0), (1e-2, 1.0)), fine=((1e-3, 1.9), (0.1, 0.5)), steps=170, cost=216.0, seconds=1.5,
     doubts=("the loss fell by 1.3 % only",),
@@ -305,14 +305,14 @@ def test_a_search_and_a_loss_of_ones_own_are_kept(tmp_path):
     path = tmp_path / "rounds.jsonl"
     record = make_record(search=SEARCH, loss=0.75)
     path.write_text(to_line(record, 0.0))
-    assert hdet.read_records(path) == [record]
+    assert hdet.records.read_records(path) == [record]
     line = loads(path.read_text())
     assert line["search"]["coarse"] == [[1e-4, 2.0], [1e-2, 1.0]]
     assert line["loss"] == 0.75
     infinite = dataclasses.replace(SEARCH, coarse=((1e-4, math.inf),))
     path.write_text(to_line(make_record(search=infinite), 0.0))
     loads(path.read_text())
-    assert math.isnan(hdet.read_records(path)[0].search.coarse[0][1])
+    assert math.isnan(hdet.records.read_records(path)[0].search.coarse[0][1])
 
 
 def test_a_file_without_them_and_a_search_that_is_not_whole(tmp_path):
@@ -320,10 +320,10 @@ def test_a_file_without_them_and_a_search_that_is_not_whole(tmp_path):
     line = loads(to_line(make_record(search=SEARCH), 0.0))
     del line["search"]["fine"]
     path.write_text(json.dumps(line) + "\n")
-    assert hdet.read_records(path)[0].search is None
+    assert hdet.records.read_records(path)[0].search is None
     del line["search"], line["loss"]
     path.write_text(json.dumps(line) + "\n")
-    assert hdet.read_records(path) == [make_record()]
+    assert hdet.records.read_records(path) == [make_record()]
 
 
 def train_long(folder):
@@ -368,8 +368,8 @@ def test_a_long_run_records_its_search_and_the_losses_that_it_was_given(tmp_path
             assert all(math.isnan(score) for score in record.scores)  # nothing was gathered
             mean = statistics.fmean(losses[record.step - 10 : record.step])
             assert record.loss == pytest.approx(mean, rel=1e-5)
-            assert hdet.metrics(record)["loss/own"] == record.loss
-        assert f"loss {kept[3].loss:.3f}" in hdet.describe(kept[3])
+            assert hdet.records.metrics(record)["loss/own"] == record.loss
+        assert f"loss {kept[3].loss:.3f}" in hdet.records.describe(kept[3])
         told = kept[0].search
         assert [record.search for record in kept[1:]] == [None] * 59
         assert told.rate == found.rate
@@ -378,7 +378,7 @@ def test_a_long_run_records_its_search_and_the_losses_that_it_was_given(tmp_path
         assert told.seconds == found.seconds
         assert kept[0].round_seconds < searched  # the search is no part of the round
         if rank == 0:
-            read = hdet.read_records(tmp_path / "rounds.jsonl")
+            read = hdet.records.read_records(tmp_path / "rounds.jsonl")
             assert (read[0].search, [record.loss for record in read]) == (told, [record.loss for record in kept])
 
 
@@ -388,13 +388,13 @@ def test_bad_lines_are_left_out_with_a_warning_where_others_are_good(tmp_path):
     path.write_text(f'{good[0]}hello\n{good[1]}{{"a": 1}}\n{good[2]}')
     says = r"rounds\.jsonl: 2 lines were left out; the first, line 2: it is no JSON"
     with pytest.warns(UserWarning, match=says) as warned:
-        assert [record.round for record in hdet.read_records(path)] == [0, 1, 2]
+        assert [record.round for record in hdet.records.read_records(path)] == [0, 1, 2]
     assert warned[0].filename == __file__
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(ValueError, match=r"pipe\.jsonl cannot be read: it is a named pipe, not a file"):
-        hdet.read_records(tmp_path / "pipe.jsonl")
+        hdet.records.read_records(tmp_path / "pipe.jsonl")
     with pytest.raises(FileNotFoundError):
-        hdet.read_records(tmp_path / "none.jsonl")
+        hdet.records.read_records(tmp_path / "none.jsonl")
 
 
 def test_what_is_not_finite_is_a_hole_however_it_was_written(tmp_path):
@@ -402,7 +402,7 @@ def test_what_is_not_finite_is_a_hole_however_it_was_written(tmp_path):
     line = loads(to_line(make_record(2), 1.0)) | {"scores": ["A", "B"], "start": "C", "round_seconds": None}
     text = json.dumps(line).replace('"A"', "1e999").replace('"B"', "NaN").replace('"C"', "-Infinity")
     path.write_text(text + "\n")
-    (record,) = hdet.read_records(path)
+    (record,) = hdet.records.read_records(path)
     assert all(math.isnan(score) for score in record.scores)
     assert record.start is None
     assert record.round_seconds == 0.0

@@ -31,7 +31,7 @@ def loss_fn(model, batch):
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
-class Watching(hdet.LineSearch):
+class Watching(hdet.controllers.LineSearch):
     """A line search that keeps its reports."""
 
     def update(self, state, report):
@@ -129,7 +129,7 @@ def test_resume_in_mid_round_is_exact():
 
 def a_low_start(active=1.0):
     """Thirty times too low, on a quadratic whose best rate is known: the line search finds it in one short run."""
-    controller = hdet.Auto(hdet.LineSearch(active=active))
+    controller = hdet.Auto(hdet.controllers.LineSearch(active=active))
     model, o, ensemble, _ = make(controller=controller, total_steps=200, interval="auto", on_round=[records.append])
     train(model, o, ensemble, 200)
     return ensemble.scales["learning_rate"], loss_fn(model, (X, Y)).item()
@@ -160,7 +160,7 @@ def test_a_line_search_that_has_ended_probes_no_more():
 def test_what_cannot_work_is_refused():
     o = optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
     with pytest.raises(ValueError, match="LineSearch needs a probe"):
-        hdet.Ensemble(o, total_steps=10, controller=hdet.LineSearch())
+        hdet.Ensemble(o, total_steps=10, controller=hdet.controllers.LineSearch())
     with pytest.raises(TypeError, match=r"probe must be an hdet\.Probe or a callable"):
         hdet.Ensemble(o, total_steps=10, probe=3)
     with pytest.raises(ValueError, match="a Probe needs model="):
@@ -185,7 +185,13 @@ def costs():
     o = optim.SGD(model.parameters(), lr=1e-3)
     seen = []
     ensemble = hdet.Ensemble(
-        o, total_steps=12, interval=4, controller=hdet.Slope(), probe=slow, model=model, on_round=[seen.append]
+        o,
+        total_steps=12,
+        interval=4,
+        controller=hdet.controllers.Slope(),
+        probe=slow,
+        model=model,
+        on_round=[seen.append],
     )
     began = time.perf_counter()
     train(model, o, ensemble, 12)
@@ -265,8 +271,8 @@ def digits_under_ddp():
     o = optim.SGD(model.parameters(), lr=0.05)
     seen = []
     ensemble = hdet.Ensemble(
-        o, [hdet.learning_rate(o, spread=0.9)], total_steps=400, interval=4, controller=hdet.LineSearch(), model=model,
-        probe=hdet.Probe(lambda index: [task.batch(1000 + index)], task.loss), on_round=[seen.append],
+        o, [hdet.learning_rate(o, spread=0.9)], total_steps=400, interval=4, controller=hdet.controllers.LineSearch(),
+        model=model, probe=hdet.Probe(lambda index: [task.batch(1000 + index)], task.loss), on_round=[seen.append],
     )  # fmt: skip
     for step in range(8):
         loss = task.loss(model, task.batch(step, rank, 2))
@@ -348,7 +354,7 @@ def test_exploration_ends_with_the_active_part():
     def ended():
         seen = []
         _, _, ensemble, _ = made = make(
-            controller=hdet.LineSearch(active=0.5), total_steps=40, interval="auto", on_round=[seen.append]
+            controller=hdet.controllers.LineSearch(active=0.5), total_steps=40, interval="auto", on_round=[seen.append]
         )
         train(*made[:3], 40)
         explored = [record.step for record in seen if record.hyperparameters["learning_rate"].explored]
@@ -454,9 +460,11 @@ def test_a_probe_makes_auto_the_default_and_fixed_does_not_read_one():
         hdet.Ensemble(o, total_steps=50, model=model, probe=probe).engine.run.steering.controller, hdet.Auto
     )
     with pytest.warns(UserWarning, match="Fixed does not read it"):
-        hdet.Ensemble(o, total_steps=50, model=model, probe=probe, controller=hdet.Fixed())
+        hdet.Ensemble(o, total_steps=50, model=model, probe=probe, controller=hdet.controllers.Fixed())
     with pytest.warns(UserWarning, match="do not lie on a line"):
-        hdet.Ensemble(o, total_steps=50, model=model, probe=probe, gradients="local", controller=hdet.LineSearch())
+        hdet.Ensemble(
+            o, total_steps=50, model=model, probe=probe, gradients="local", controller=hdet.controllers.LineSearch()
+        )
 
 
 def from_zero():
@@ -465,8 +473,8 @@ def from_zero():
     o = optim.SGD(model.parameters(), lr=0.0)
     shift = hdet.scalar("shift", 0.0, coordinate="linear", bounds=(-5.0, 5.0), unit=1.0, spread=0.5)
     ensemble = hdet.Ensemble(
-        o, [shift], total_steps=200, interval=1, controller=hdet.Slope(step_size=0.3), gradients="local", model=model,
-        probe=lambda index: (shift.value - 1.0) ** 2,
+        o, [shift], total_steps=200, interval=1, controller=hdet.controllers.Slope(step_size=0.3), gradients="local",
+        model=model, probe=lambda index: (shift.value - 1.0) ** 2,
     )  # fmt: skip
     for _ in range(199):
         model(torch.ones(1, 1)).sum().backward()

@@ -26,7 +26,8 @@ def long_run(steps):
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)))
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)
     ensemble = hdet.Ensemble(
-        optimizer, [hdet.learning_rate(optimizer, spread=0.3)], interval=20, controller=hdet.Softmax(), model=model,
+        optimizer, [hdet.learning_rate(optimizer, spread=0.3)], interval=20,
+        controller=hdet.controllers.Softmax(), model=model,
         safety=hdet.Safety(guard=True, atomic=True, rollback=hdet.Rollback()), averaging=hdet.Averaging(outer_step=0.9),
     )  # fmt: skip
     seen = []

@@ -5,9 +5,10 @@ import statistics
 import pytest
 
 import hdet
-from hdet.controllers import Observation, Report, check_state
+from hdet.controllers import Observation, Report
 from hdet.controllers.evidence import VAGUE, words
 from hdet.controllers.line_search import clear_until, fit, fit_with_intercept
+from hdet.controllers.report import check_state
 from hdet.controllers.steering import Steering
 
 VERTEX = {"neutral": 0.5, "greedy": 1.0}
@@ -58,7 +59,7 @@ def test_what_does_not_determine_a_parabola_is_refused():
 def test_one_round_on_a_parabola_by_hand(target, vertex, size):
     rungs = wide(size)
     probe = [2.0 + 0.4 * (m - vertex) ** 2 for m in rungs]
-    after = once(hdet.LineSearch(target=target), probe, 2.0 + 0.4 * vertex**2, rungs)
+    after = once(hdet.controllers.LineSearch(target=target), probe, 2.0 + 0.4 * vertex**2, rungs)
     assert -after["slope"] / (2 * after["curvature"]) == pytest.approx(vertex, rel=1e-9)
     assert abs(after["slope"]) + abs(after["curvature"]) == pytest.approx(1)
     distance = math.log(vertex / VERTEX[target])
@@ -72,7 +73,7 @@ def test_one_round_on_a_parabola_by_hand(target, vertex, size):
 )
 def test_without_a_vertex_it_goes_as_far_as_it_may(a, b, step):
     rungs = wide(2)
-    after = once(hdet.LineSearch(), [a * m + b * m * m for m in rungs], 0.0, rungs)
+    after = once(hdet.controllers.LineSearch(), [a * m + b * m * m for m in rungs], 0.0, rungs)
     if a != 0.0:  # a slope of exactly 0 comes out of the fit as rounding, of either sign
         assert math.log(after["scale"]) == pytest.approx(step)
 
@@ -90,7 +91,7 @@ def test_without_a_vertex_it_goes_as_far_as_it_may(a, b, step):
 def test_while_the_schedule_rises_it_is_given_its_share(vertex, base, next_base, peak, distance):
     rungs = wide(4)
     probe = [(m - vertex) ** 2 for m in rungs]
-    after = once(hdet.LineSearch(max_step=9.0), probe, vertex**2, rungs, base, next_base, peak)
+    after = once(hdet.controllers.LineSearch(max_step=9.0), probe, vertex**2, rungs, base, next_base, peak)
     assert after["estimate"] == pytest.approx(distance, abs=1e-9)
     assert math.log(after["scale"]) == pytest.approx(distance / 2, abs=1e-9)
 
@@ -111,7 +112,7 @@ SCHEDULES = {
 def test_it_does_not_lift_the_rate_against_a_falling_schedule(name, target, best):
     """However much rounds ask for: the last centers are as low, relative to the highest, as the schedule's."""
     rng = random.Random(2)
-    controller, schedule = hdet.LineSearch(target=target), SCHEDULES[name]
+    controller, schedule = hdet.controllers.LineSearch(target=target), SCHEDULES[name]
     state, bases, centers = controller.init(["learning_rate"]), [], []
     for k in range(80):
         base, next_base = schedule(k / 80), schedule((k + 1) / 80)
@@ -129,7 +130,7 @@ def test_it_does_not_lift_the_rate_against_a_falling_schedule(name, target, best
 @pytest.mark.parametrize("unseen", [1, 4])
 def test_rounds_that_it_cannot_use_are_part_of_the_schedule_too(unseen):
     """As the first one, of which no start is known: an exponential schedule is highest there."""
-    controller = hdet.LineSearch()
+    controller = hdet.controllers.LineSearch()
     state, centers = controller.init(["learning_rate"]), []
     for k in range(40):
         base, start = math.exp(-0.2 * k), None if k < unseen else 0.0
@@ -140,7 +141,7 @@ def test_rounds_that_it_cannot_use_are_part_of_the_schedule_too(unseen):
 
 
 def test_it_rests_below_half_of_the_peak_and_goes_on_after_a_restart():
-    controller = hdet.LineSearch()
+    controller = hdet.controllers.LineSearch()
     state = controller.init(["learning_rate"])
     scales = []
     for base in (1.0, 0.75, 0.5, 0.1, 1.0):
@@ -185,7 +186,7 @@ class Twin:
 @pytest.mark.parametrize("hills", [False, True])
 def test_against_a_plain_twin_over_100_rounds(target, size, hills):
     rng = random.Random(size)
-    controller, twin = hdet.LineSearch(target=target, hills=hills, max_scale=1e30), Twin(target, hills)
+    controller, twin = hdet.controllers.LineSearch(target=target, hills=hills, max_scale=1e30), Twin(target, hills)
     state = controller.init(["learning_rate"])
     bases = [0.05 + 0.95 * math.sin(math.pi * k / 101) for k in range(102)]
     for k in range(100):
@@ -204,7 +205,7 @@ def test_against_a_plain_twin_over_100_rounds(target, size, hills):
 @pytest.mark.parametrize("first", [1 / 30, 1.0, 10.0])
 def test_it_finds_the_rate_that_puts_the_vertex_at_its_target(target, first):
     """L = -rate rho + (rate rho)^2 / 2: the vertex is 1 / rate."""
-    controller = hdet.LineSearch(target=target)
+    controller = hdet.controllers.LineSearch(target=target)
     state = controller.init(["learning_rate"])
     for _ in range(60):
         rate = first * state["learning_rate"]["scale"]
@@ -217,7 +218,7 @@ def test_a_hill_is_forgotten():
     """Two concave rounds, then a clear valley at the target: the rate comes back. The plain formula runs away."""
     ends = {}
     for hills in (False, True):
-        controller = hdet.LineSearch(hills=hills)
+        controller = hdet.controllers.LineSearch(hills=hills)
         state = controller.init(["learning_rate"])
         for k in range(60):
             rate = state["learning_rate"]["scale"]
@@ -232,7 +233,7 @@ def test_a_hill_is_forgotten():
 def simulated(vertex, noise, size, runs, rounds=30):
     """Estimate and error after `rounds` noisy rounds on a parabola, `runs` times."""
     rng = random.Random(3)
-    controller, rungs = hdet.LineSearch(step_size=0.0), wide(size)
+    controller, rungs = hdet.controllers.LineSearch(step_size=0.0), wide(size)
     found = []
     for _ in range(runs):
         state = controller.init(["learning_rate"])
@@ -289,7 +290,7 @@ def test_few_rounds_do_not_make_it_sure(vertex, noise, size):
 @pytest.mark.parametrize(("first", "noise"), [(1 / 30, 0.003), (0.3, 0.03), (2.0, 0.3), (20.0, 0.3), (20.0, 3.0)])
 def test_while_the_scale_moves_the_error_is_no_smaller_than_it_should_be(first, noise):
     """L = -rate rho + (rate rho)^2 / 2: the best rate is 2. Rounds at other step sizes count for less, or are noise."""
-    wrong, controller = 0, hdet.LineSearch()
+    wrong, controller = 0, hdet.controllers.LineSearch()
     for run in range(50):
         rng = random.Random(run)
         state = controller.init(["learning_rate"])
@@ -304,7 +305,7 @@ def test_while_the_scale_moves_the_error_is_no_smaller_than_it_should_be(first, 
 
 def test_sums_are_those_of_all_rounds_in_units_of_the_last_step_size():
     rng = random.Random(7)
-    controller = hdet.LineSearch()
+    controller = hdet.controllers.LineSearch()
     state, rounds = controller.init(["learning_rate"]), []
     for _ in range(25):
         base = rng.uniform(1.1, 2.0)
@@ -339,7 +340,7 @@ def test_sums_are_those_of_all_rounds_in_units_of_the_last_step_size():
 )
 def test_what_is_only_a_bound_is_told_as_one(a, b, said):
     rng = random.Random(4)
-    controller = hdet.LineSearch(step_size=0.0)
+    controller = hdet.controllers.LineSearch(step_size=0.0)
     state = controller.init(["learning_rate"])
     for _ in range(30):
         probe = [a * m + b * m * m + rng.gauss(0, 1e-4) for m in wide(4)]
@@ -368,7 +369,7 @@ def test_how_far_a_slope_is_clear_by_trying():
 
 def test_what_only_observes_finds_the_same_from_round_to_round():
     """With act=False the scale stays: what was averaged must not be carried over to a step size that never came."""
-    steering = Steering(hdet.LineSearch(), ["learning_rate"], observe_only=True)
+    steering = Steering(hdet.controllers.LineSearch(), ["learning_rate"], observe_only=True)
     for _ in range(20):
         asked = steering.update(report([(m - 2.0) ** 2 for m in wide(4)], 4.0, wide(4)))
     assert steering.scales == {"learning_rate": 1.0}
@@ -378,7 +379,7 @@ def test_what_only_observes_finds_the_same_from_round_to_round():
 
 @pytest.mark.parametrize("missing", [{"probe": None}, {"start": None}, {"start": math.nan}])
 def test_without_a_probe_or_a_start_nothing_is_learned(missing):
-    controller = hdet.LineSearch()
+    controller = hdet.controllers.LineSearch()
     state = controller.init(["learning_rate"])
     given = {"probe": (1.0, 2.0), "start": 1.0, **missing}
     seen = {"learning_rate": Observation(1.0, 1.0, 0.0, (0.5, 1.5))}
@@ -387,7 +388,7 @@ def test_without_a_probe_or_a_start_nothing_is_learned(missing):
 
 
 def test_it_ends_with_its_active_part():
-    controller = hdet.LineSearch(active=0.5)
+    controller = hdet.controllers.LineSearch(active=0.5)
     state = controller.init(["learning_rate"])
     probe, rungs = [1.0, 2.0], [0.5, 1.5]
     assert controller.update(state, report(probe, 1.5, rungs, step=50, total_steps=100)) != state
@@ -396,10 +397,10 @@ def test_it_ends_with_its_active_part():
 
 
 def test_its_plan():
-    assert hdet.LineSearch().plan(["learning_rate"], None).until == {}
-    alone = hdet.LineSearch(active=0.3).plan(["learning_rate"], 1000)
+    assert hdet.controllers.LineSearch().plan(["learning_rate"], None).until == {}
+    alone = hdet.controllers.LineSearch(active=0.3).plan(["learning_rate"], 1000)
     assert (alone.interval, alone.design, alone.until) == (5, "permutations", {"learning_rate": 300})
-    both = hdet.LineSearch().plan(["learning_rate/0", "learning_rate/1"], 1000)
+    both = hdet.controllers.LineSearch().plan(["learning_rate/0", "learning_rate/1"], 1000)
     assert both.design == "turns"
     assert set(both.why) == {"learning_rate/0", "learning_rate/1"}
 
@@ -419,7 +420,7 @@ def test_its_plan():
 )
 def test_bad_options(bad):
     with pytest.raises(ValueError, match=f"{next(iter(bad))} must"):
-        hdet.LineSearch(**bad)
+        hdet.controllers.LineSearch(**bad)
 
 
 @pytest.mark.parametrize("size", [3, 4, 8, 64])
@@ -436,7 +437,7 @@ def test_the_vertex_of_one_group_is_its_own_while_others_move(size, rate, others
         names[0]: Observation(1e-3, 1e-3, 0.0, tuple(rungs)),
         names[1]: Observation(1e-3, 1e-3, 0.0, (1.0,) * size),
     }
-    controller = hdet.LineSearch()
+    controller = hdet.controllers.LineSearch()
     after = controller.update(controller.init(names), Report(5, tuple(probe), seen, 1000, tuple(probe), start))
     assert (after[names[0]]["scale"] > 1) == (rate < 2)  # neutral: the vertex belongs at 1/2
     assert after[names[1]]["scale"] == 1.0
@@ -448,7 +449,7 @@ def test_two_replicas_cannot_tell_a_group_from_the_others():
 
 
 def test_a_state_of_before_the_highest_base_was_kept_goes_on():
-    like = hdet.LineSearch().init(["learning_rate"])
+    like = hdet.controllers.LineSearch().init(["learning_rate"])
     saved = {"learning_rate": {key: 2.0 for key in like["learning_rate"] if key != "highest"}}
     state = check_state(saved, like)["learning_rate"]
     assert list(state.items()) == [(key, 0.0 if key == "highest" else 2.0) for key in like["learning_rate"]]

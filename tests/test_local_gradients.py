@@ -234,7 +234,7 @@ def forward_values():
     records = []
     ensemble = hdet.Ensemble(
         o, explored, interval=2, gradients="local", model=model, on_round=[records.append], total_steps=8,
-        controller=hdet.Slope(), probe=lambda index: 1.0 + 0.1 * dist.get_rank(),
+        controller=hdet.controllers.Slope(), probe=lambda index: 1.0 + 0.1 * dist.get_rank(),
     )  # fmt: skip
     for _ in range(3):
         model(torch.randn(3, 4)).sum().backward()
@@ -273,7 +273,7 @@ def test_what_shared_gradients_cannot_judge_is_refused_with_the_line_to_write():
     model = Dropping()
     o = optim.SGD(model.parameters(), lr=0.01)
     with pytest.raises(ValueError, match=r'dropout acts before .* gradients="local"'):
-        hdet.Ensemble(o, [hdet.dropout(model)], total_steps=10, controller=hdet.Softmax())
+        hdet.Ensemble(o, [hdet.dropout(model)], total_steps=10, controller=hdet.controllers.Softmax())
     hdet.Ensemble(o, [hdet.dropout(model)], total_steps=10).close()  # spread, but not moved
     with pytest.raises(ValueError, match='"local" needs model='):
         hdet.Ensemble(o, total_steps=10, gradients="local")
@@ -285,7 +285,7 @@ def test_regularisers_judged_on_training_data_warn():
     model = Dropping()
     o = optim.AdamW(model.parameters(), lr=0.01)
     with pytest.warns(UserWarning, match="held_out=True"):
-        hdet.Ensemble(o, [hdet.weight_decay(o)], total_steps=400, controller=hdet.Slope())
+        hdet.Ensemble(o, [hdet.weight_decay(o)], total_steps=400, controller=hdet.controllers.Slope())
 
 
 def in_one_process():

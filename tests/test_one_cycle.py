@@ -329,7 +329,9 @@ def test_a_warm_up_that_never_ends_is_told_once_with_the_published_names():
     ]
     with pytest.warns(UserWarning, match="Softmax never acts"):  # an ensemble that is made by hand says so itself
         o = optimizer()
-        hdet.Ensemble(o, [hdet.learning_rate(o)], total_steps=9, controller=hdet.Softmax(warmup_steps=9), interval=3)
+        hdet.Ensemble(
+            o, [hdet.learning_rate(o)], total_steps=9, controller=hdet.controllers.Softmax(warmup_steps=9), interval=3
+        )
 
 
 @pytest.mark.parametrize(

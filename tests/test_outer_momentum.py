@@ -11,7 +11,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
-from hdet._phases.outer_step_of import OuterStep
+from hdet._phases.outer_step import OuterStep
 from hdet._phases.recording import Recording
 
 TOTAL, INTERVAL = 23, 4

@@ -18,7 +18,7 @@ import hdet
 from hdet._phases.outer_step import TakeOuterStep
 from hdet._phases.phase import Phase
 from hdet._phases.rollback.phase import GoBack
-from hdet._phases.tail_average import TailAverage
+from hdet._phases.tail_average.phase import TailAverage
 
 STEPS, INTERVAL = 24, 4
 
@@ -144,7 +144,7 @@ TAKEN_OUT = {
 
 
 def trained(phase, options):
-    made = make(tally=False, without=[phase] if phase else [], controller=hdet.Softmax(), **options)
+    made = make(tally=False, without=[phase] if phase else [], controller=hdet.controllers.Softmax(), **options)
     train(made, range(STEPS))
     return torch.cat([p.detach().flatten() for p in made[0].parameters()]).tolist(), made[2].scales
 

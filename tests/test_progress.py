@@ -44,11 +44,13 @@ def test_a_log_gets_every_event():
 def test_the_words_are_those_of_the_record():
     record = RECORDS[2]
     row = record.hyperparameters["learning_rate"]
-    said = hdet.describe(record)
+    said = hdet.records.describe(record)
     assert f"loss {min(record.probe):.3f} to {max(record.probe):.3f}" in said
     assert f"learning_rate {row.center:.3g} (schedule {row.base:.3g})" in said
     assert said.endswith(row.decision)
-    assert hdet.describe(dataclasses.replace(record, hyperparameters={}, probe=None, scores=(float("nan"),))) == ""
+    assert (
+        hdet.records.describe(dataclasses.replace(record, hyperparameters={}, probe=None, scores=(float("nan"),))) == ""
+    )
 
 
 def all_of(terminal):

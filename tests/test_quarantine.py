@@ -671,7 +671,7 @@ def divergent(rollback):
     ensemble = hdet.Ensemble(
         optimizer, [hdet.learning_rate(optimizer, spread=0.3)], total_steps=400, interval=5, model=model,
         safety=hdet.Safety(guard=True, rollback=hdet.Rollback(most=20) if rollback else None),
-        controller=hdet.Softmax(temperature=0.1),
+        controller=hdet.controllers.Softmax(temperature=0.1),
     )  # fmt: skip
     losses = []
     for step in range(400):

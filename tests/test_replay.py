@@ -35,7 +35,7 @@ def learn(path, per_group):
     ensemble = hdet.Ensemble(
         o, [*explored, scalar], total_steps=STEPS, interval=INTERVAL, model=ddp, gradients="local",
         averaging=hdet.Averaging(outer_step=0.5),
-        controller=hdet.Softmax(temperature=1e-3, momentum=0.0), on_round=[hdet.JSONLines(path)],
+        controller=hdet.controllers.Softmax(temperature=1e-3, momentum=0.0), on_round=[hdet.JSONLines(path)],
     )  # fmt: skip
     schedule = optim.lr_scheduler.ExponentialLR(o, 0.97)
     seen = []
@@ -57,7 +57,7 @@ def learn(path, per_group):
 def learned(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("learned") / "rounds.jsonl"
     seen = run(learn, 2, path, request.param)[0]
-    return hdet.read_records(path), seen
+    return hdet.records.read_records(path), seen
 
 
 def replayed(scheduler, o, steps):
@@ -74,9 +74,9 @@ def replayed(scheduler, o, steps):
 
 def test_the_replayed_values_are_the_recorded_centers_to_the_last_digit(learned, tmp_path):
     records, seen = learned
-    (tmp_path / "schedule.json").write_text(json.dumps(hdet.make_schedule(records)))
+    (tmp_path / "schedule.json").write_text(json.dumps(hdet.records.make_schedule(records)))
     _, o = make()
-    scheduler = hdet.ReplayLR(o, tmp_path / "schedule.json")
+    scheduler = hdet.records.ReplayLR(o, tmp_path / "schedule.json")
     rates, others = replayed(scheduler, o, STEPS)
     assert len({tuple(rate) for rate in rates}) == STEPS
     for record in records:
@@ -90,12 +90,12 @@ def test_the_replayed_values_are_the_recorded_centers_to_the_last_digit(learned,
 
 
 def test_only_some_of_it_is_replayed_where_the_rest_does_not_fit(learned):
-    schedule = hdet.make_schedule(learned[0])
+    schedule = hdet.records.make_schedule(learned[0])
     _, o = make()
-    rates, _ = replayed(hdet.ReplayLR(o, schedule), o, STEPS)
+    rates, _ = replayed(hdet.records.ReplayLR(o, schedule), o, STEPS)
     model, _ = make()
     sgd = optim.SGD([{"params": layer.parameters(), "momentum": 0.8} for layer in model], lr=0.1)
-    scheduler = hdet.ReplayLR(sgd, schedule, only=["learning_rate"])
+    scheduler = hdet.records.ReplayLR(sgd, schedule, only=["learning_rate"])
     for step in range(STEPS):
         assert [group["lr"] for group in sgd.param_groups] == rates[step]
         assert {group["momentum"] for group in sgd.param_groups} == {0.8}
@@ -106,32 +106,32 @@ def test_only_some_of_it_is_replayed_where_the_rest_does_not_fit(learned):
 
 def test_a_schedule_of_another_way_to_train_is_replayed_with_a_warning(learned):
     records, _ = learned
-    schedule = hdet.make_schedule(records)
+    schedule = hdet.records.make_schedule(records)
     assert (schedule["outer_step"], schedule["gradients"]) == (0.5, "local")
     with pytest.warns(UserWarning, match="the schedule was learned with") as warned:
-        hdet.ReplayLR(make()[1], schedule)
+        hdet.records.ReplayLR(make()[1], schedule)
     first, second = (str(warning.message) for warning in warned)
     assert "learned with an outer step of 0.5" in first
     assert "hdet.Ensemble(..., outer_step=0.5)" in first
     assert "learned with local gradients" in second
     nesterov = {"outer_step": 0.05, "outer_momentum": 0.9, "gradients": "shared"}
     with pytest.warns(UserWarning, match=r"outer_step=hdet.Nesterov\(0.05, 0.9\)"):
-        hdet.ReplayLR(make()[1], {**schedule, **nesterov})
+        hdet.records.ReplayLR(make()[1], {**schedule, **nesterov})
     plain = {"outer_step": 1.0, "gradients": "shared"}
     with pytest.warns(UserWarning, match=r"tail_average= of hdet.Ensemble"):
-        hdet.ReplayLR(make()[1], {**schedule, **plain, "tail_average_taken": True})
+        hdet.records.ReplayLR(make()[1], {**schedule, **plain, "tail_average_taken": True})
     for known in ({**plain, "tail_average_taken": False}, {"outer_step": None, "gradients": None}):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            hdet.ReplayLR(make()[1], {**schedule, **known})
+            hdet.records.ReplayLR(make()[1], {**schedule, **known})
 
 
 def test_a_tensor_rate_holds_what_fits_into_it(learned):
     model, _ = make()
     o = optim.SGD([{"params": layer.parameters(), "lr": torch.tensor(0.1)} for layer in model], lr=0.1)
-    hdet.ReplayLR(o, hdet.make_schedule(learned[0]), only=["learning_rate"])
+    hdet.records.ReplayLR(o, hdet.records.make_schedule(learned[0]), only=["learning_rate"])
     _, plain = make()
-    hdet.ReplayLR(plain, hdet.make_schedule(learned[0]))
+    hdet.records.ReplayLR(plain, hdet.records.make_schedule(learned[0]))
     for rounded, exact in zip(o.param_groups, plain.param_groups, strict=True):
         assert isinstance(rounded["lr"], torch.Tensor)
         assert rounded["lr"] == torch.tensor(exact["lr"])
@@ -140,7 +140,7 @@ def test_a_tensor_rate_holds_what_fits_into_it(learned):
 def test_what_the_forward_pass_reads_is_in_values(learned):
     records, _ = learned
     _, o = make()
-    scheduler = hdet.ReplayLR(o, hdet.make_schedule(records))
+    scheduler = hdet.records.ReplayLR(o, hdet.records.make_schedule(records))
     for step in range(STEPS):
         record = next(r for r in records if step < r.step)
         assert scheduler.values["temperature"] == pytest.approx(record.hyperparameters["temperature"].center)
@@ -149,11 +149,11 @@ def test_what_the_forward_pass_reads_is_in_values(learned):
 
 
 def test_it_stretches(learned):
-    schedule = hdet.make_schedule(learned[0])
+    schedule = hdet.records.make_schedule(learned[0])
     _, o = make()
-    plain, _ = replayed(hdet.ReplayLR(o, schedule), o, STEPS)
+    plain, _ = replayed(hdet.records.ReplayLR(o, schedule), o, STEPS)
     _, o = make()
-    long, _ = replayed(hdet.ReplayLR(o, schedule, total_steps=2 * STEPS - 1), o, 2 * STEPS + 5)
+    long, _ = replayed(hdet.records.ReplayLR(o, schedule, total_steps=2 * STEPS - 1), o, 2 * STEPS + 5)
     assert long[0 : 2 * STEPS : 2] == [[pytest.approx(lr) for lr in rates] for rates in plain]
     for before, between, after in zip(long[0::2], long[1 : 2 * STEPS - 2 : 2], long[2::2], strict=False):
         assert between == [pytest.approx((a + c) / 2) for a, c in zip(before, after, strict=True)]
@@ -161,15 +161,15 @@ def test_it_stretches(learned):
 
 
 def test_it_resumes_like_any_scheduler(learned):
-    schedule = hdet.make_schedule(learned[0])
+    schedule = hdet.records.make_schedule(learned[0])
     _, o = make()
-    whole, _ = replayed(hdet.ReplayLR(o, schedule), o, STEPS)
+    whole, _ = replayed(hdet.records.ReplayLR(o, schedule), o, STEPS)
     _, o = make()
-    scheduler = hdet.ReplayLR(o, schedule)
+    scheduler = hdet.records.ReplayLR(o, schedule)
     replayed(scheduler, o, 9)
     saved = json.loads(json.dumps(scheduler.state_dict())), o.state_dict()
     _, again = make()
-    resumed = hdet.ReplayLR(again, schedule)
+    resumed = hdet.records.ReplayLR(again, schedule)
     resumed.load_state_dict(saved[0])
     again.load_state_dict(saved[1])
     assert len(json.dumps(saved[0])) < 500
@@ -177,10 +177,10 @@ def test_it_resumes_like_any_scheduler(learned):
 
 
 def test_it_sits_in_torchs_chains(learned):
-    schedule = hdet.make_schedule(learned[0])
+    schedule = hdet.records.make_schedule(learned[0])
     _, o = make()
     chain = optim.lr_scheduler.SequentialLR(
-        o, [hdet.ReplayLR(o, schedule), optim.lr_scheduler.ConstantLR(o, 0.5)], milestones=[10]
+        o, [hdet.records.ReplayLR(o, schedule), optim.lr_scheduler.ConstantLR(o, 0.5)], milestones=[10]
     )
     seen = []
     for _ in range(12):
@@ -188,41 +188,41 @@ def test_it_sits_in_torchs_chains(learned):
         o.step()
         chain.step()
     _, o = make()
-    assert seen[:10] == [rates[0] for rates in replayed(hdet.ReplayLR(o, schedule), o, 10)[0]]
+    assert seen[:10] == [rates[0] for rates in replayed(hdet.records.ReplayLR(o, schedule), o, 10)[0]]
 
 
 def test_a_run_that_was_cut_off_is_replayed_with_a_warning(learned):
-    schedule = hdet.make_schedule(learned[0][:2])
+    schedule = hdet.records.make_schedule(learned[0][:2])
     assert not schedule["complete"]
     assert schedule["total_steps"] == STEPS
     _, o = make()
     with pytest.warns(UserWarning, match=f"cut off before step {STEPS}; its values of step 9 are held"):
-        scheduler = hdet.ReplayLR(o, schedule)
+        scheduler = hdet.records.ReplayLR(o, schedule)
     rates, _ = replayed(scheduler, o, STEPS)
     assert rates[9] == rates[-1]
 
 
 def test_what_does_not_fit_is_refused(learned, tmp_path):
-    schedule = hdet.make_schedule(learned[0])
+    schedule = hdet.records.make_schedule(learned[0])
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ValueError, match="must be what `hdet export` writes"):
-        hdet.ReplayLR(make()[1], tmp_path / "other.json")
+        hdet.records.ReplayLR(make()[1], tmp_path / "other.json")
     with pytest.raises(ValueError, match="optimizer has 1 groups; make the groups as in the run"):
-        hdet.ReplayLR(make(groups=1)[1], schedule)
+        hdet.records.ReplayLR(make(groups=1)[1], schedule)
     with pytest.raises(ValueError, match=r"SGD has no 'betas' .* only=..learning_rate"):
-        hdet.ReplayLR(optim.SGD([{"params": [p]} for p in make()[0].parameters()], lr=0.1), schedule)
+        hdet.records.ReplayLR(optim.SGD([{"params": [p]} for p in make()[0].parameters()], lr=0.1), schedule)
     with pytest.raises(ValueError, match=r"only must be names that schedule has, got 'lr'; it has \['beta1'"):
-        hdet.ReplayLR(make()[1], schedule, only=["lr"])
+        hdet.records.ReplayLR(make()[1], schedule, only=["lr"])
     with pytest.raises(ValueError, match="only must be a list of names"):
-        hdet.ReplayLR(make()[1], schedule, only="learning_rate")
+        hdet.records.ReplayLR(make()[1], schedule, only="learning_rate")
     with pytest.raises(ValueError, match="nothing for optimizer 1"):
-        hdet.ReplayLR(make()[1], schedule, which=1)
+        hdet.records.ReplayLR(make()[1], schedule, which=1)
     with pytest.raises(ValueError, match="upgrade hdet"):
-        hdet.ReplayLR(make()[1], {**schedule, "version": 2})
+        hdet.records.ReplayLR(make()[1], {**schedule, "version": 2})
     with pytest.raises(ValueError, match="total_steps must be at least 1"):
-        hdet.ReplayLR(make()[1], schedule, total_steps=0)
+        hdet.records.ReplayLR(make()[1], schedule, total_steps=0)
     with pytest.raises(ValueError, match="no round to export"):
-        hdet.make_schedule([])
+        hdet.records.make_schedule([])
 
 
 PLAIN = {
@@ -293,7 +293,7 @@ def test_a_bad_schedule_is_refused_when_it_is_given(name, tmp_path):
         _, o = make()
         before = [dict(group) for group in o.param_groups]
         with pytest.raises((TypeError, ValueError), match=says) as raised:
-            hdet.ReplayLR(o, given)
+            hdet.records.ReplayLR(o, given)
         assert str(raised.value).startswith("schedule ")
         assert [dict(group) for group in o.param_groups] == before
 
@@ -307,15 +307,15 @@ def test_what_hangs_together_is_replayed():
     numpys = spoiled(centers=centers, steps=tuple(np.array(row["steps"])))
     for schedule in (PLAIN, numpys, spoiled(mood={"deep": [{}]})):
         _, o = make()
-        assert replayed(hdet.ReplayLR(o, schedule), o, 1)[0] == [[0.1, 0.2]]
+        assert replayed(hdet.records.ReplayLR(o, schedule), o, 1)[0] == [[0.1, 0.2]]
     _, o = make()
-    rates, _ = replayed(hdet.ReplayLR(o, {key: PLAIN[key] for key in PLAIN if key != "complete"}), o, 12)
+    rates, _ = replayed(hdet.records.ReplayLR(o, {key: PLAIN[key] for key in PLAIN if key != "complete"}), o, 12)
     assert rates[0] == [0.1, 0.2]
     assert rates[9] == rates[11] == [0.0, 0.0]
     with pytest.warns(UserWarning, match="begins at step 4, whose values are held before it"):
-        hdet.ReplayLR(make()[1], spoiled(steps=[4, 5, 9]))
+        hdet.records.ReplayLR(make()[1], spoiled(steps=[4, 5, 9]))
     with pytest.warns(UserWarning, match="cut off before step 10; its values of step 7"):
-        hdet.ReplayLR(make()[1], spoiled(steps=[0, 4, 7], complete=False))
+        hdet.records.ReplayLR(make()[1], spoiled(steps=[0, 4, 7], complete=False))
 
 
 @pytest.mark.parametrize(
@@ -336,15 +336,15 @@ def test_a_file_that_is_no_schedule_is_refused(schedule, error, says, tmp_path):
         (tmp_path / "schedule.json").write_bytes(schedule)
         schedule = tmp_path / "schedule.json"
     with pytest.raises(error, match=says):
-        hdet.ReplayLR(make()[1], schedule)
+        hdet.records.ReplayLR(make()[1], schedule)
 
 
 def test_a_pipe_is_no_schedule(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="a named pipe, not a file"):
-        hdet.ReplayLR(make()[1], tmp_path / "pipe")
+        hdet.records.ReplayLR(make()[1], tmp_path / "pipe")
     with pytest.raises(FileNotFoundError):
-        hdet.ReplayLR(make()[1], tmp_path / "none.json")
+        hdet.records.ReplayLR(make()[1], tmp_path / "none.json")
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_a_pipe_is_no_schedule(tmp_path):
 )
 def test_bad_arguments_are_refused(options, says):
     with pytest.raises((TypeError, ValueError), match=says):
-        hdet.ReplayLR(make()[1], PLAIN, **options)
+        hdet.records.ReplayLR(make()[1], PLAIN, **options)
 
 
 @pytest.mark.parametrize(
@@ -374,13 +374,15 @@ def test_bad_arguments_are_refused(options, says):
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(changes, says):
-    scheduler = hdet.ReplayLR(make()[1], PLAIN)
+    scheduler = hdet.records.ReplayLR(make()[1], PLAIN)
     state = {key: value for key, value in {**scheduler.state_dict(), **changes}.items() if value is not ...}
     with pytest.raises((TypeError, ValueError), match=says):
         scheduler.load_state_dict(state)
     with pytest.raises(TypeError, match="must be what ReplayLR"):
         scheduler.load_state_dict([state])
-    scheduler.load_state_dict({**hdet.ReplayLR(make()[1], PLAIN).state_dict(), "_curves": None, "total_steps": 3})
+    scheduler.load_state_dict(
+        {**hdet.records.ReplayLR(make()[1], PLAIN).state_dict(), "_curves": None, "total_steps": 3}
+    )
     assert scheduler.total_steps == 10
     assert len(scheduler.values) == 2
 
@@ -391,5 +393,5 @@ def test_a_schedule_does_not_write_into_the_parameters():
     row = {"places": ["0/0/params/0"], "steps": [0, 9], "centers": [[0.1], [0.1]]}
     about = {"kind": "hdet-schedule", "version": 1, "total_steps": 10}
     with pytest.raises(ValueError, match="'params' in its groups that takes a number"):
-        hdet.ReplayLR(optimizer, {**about, "hyperparameters": {"learning_rate": row}})
+        hdet.records.ReplayLR(optimizer, {**about, "hyperparameters": {"learning_rate": row}})
     assert optimizer.param_groups[0]["params"][0] is model.weight

@@ -177,7 +177,7 @@ def long_run(tmp_path_factory):
     rates = [10 ** (k / 8 - 6) for k in range(41)]
     curve = tuple((rate, 2.0 - 1.5 * math.exp(-(math.log10(rate / 0.02) ** 2))) for rate in rates)
     fine = tuple(point for point in curve if point[0] > 1e-3)
-    search = hdet.SearchRecord(0.01, 1e-4, (0.02, 0.05), (0.01, 0.05), 0.5, 2.0, curve, fine, 170, 216.0, 15.0)
+    search = hdet.records.SearchRecord(0.01, 1e-4, (0.02, 0.05), (0.01, 0.05), 0.5, 2.0, curve, fine, 170, 216.0, 15.0)
     records = []
     for record in write_run(folder, 60, 2):
         rows = {
@@ -474,7 +474,7 @@ def test_the_report_of_a_killed_run_says_that_it_is_cut_off(browser, tmp_path, c
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, but not buried
     with open(path, "a") as file:  # and in the middle of a line
         file.write('{"version": 1, "rou')
-    read = hdet.read_records(path)
+    read = hdet.records.read_records(path)
     assert [record.step for record in read] == [2 * (k + 1) for k in range(len(read))]
     url = report(tmp_path)
     child.wait()

@@ -455,10 +455,10 @@ def test_odd_moments_are_no_false_alarms_and_real_ones_are_caught():
 
 
 CONTROLLERS = {
-    "fixed": hdet.Fixed(),
-    "softmax": hdet.Softmax(temperature=0.1),
-    "slope": hdet.Slope(),
-    "line search": hdet.LineSearch(),
+    "fixed": hdet.controllers.Fixed(),
+    "softmax": hdet.controllers.Softmax(temperature=0.1),
+    "slope": hdet.controllers.Slope(),
+    "line search": hdet.controllers.LineSearch(),
     "auto": hdet.Auto(),
 }
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hdet
-from hdet._phases import tail_of as tail
+from hdet._phases.tail_average import weights as tail
 
 STEPS, INTERVAL, SPREAD = 7, 4, 0.4  # a round, its converge, and three more steps
 
@@ -85,7 +85,7 @@ def sharded_run(gradients):
     records = []
     options = {"on_round": [records.append]}
     if gradients == "shared":
-        options["controller"] = hdet.Softmax(temperature=0.1)
+        options["controller"] = hdet.controllers.Softmax(temperature=0.1)
     parts = start(gradients, **options)
     losses = train(parts, range(STEPS))
     model, _, _, ensemble = parts
@@ -194,7 +194,7 @@ def save(path, parts):
     model, optimizer, schedule, ensemble = parts
     with ensemble.saving():
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.save({hdet.replica_key(ensemble): state}, checkpoint_id=f"{path}/sharded")
+    dcp.save({hdet.checkpoint.replica_key(ensemble): state}, checkpoint_id=f"{path}/sharded")
     hdet.save(path, {"scheduler": schedule, "ensemble": ensemble, "sharded": "sharded"})
 
 
@@ -203,7 +203,7 @@ def load(path, parts):
     loaded = hdet.load(path, {"scheduler": schedule, "ensemble": ensemble})
     with ensemble.saving():
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        dcp.load({hdet.replica_key(ensemble): state}, checkpoint_id=f"{path}/{loaded.values['sharded']}")
+        dcp.load({hdet.checkpoint.replica_key(ensemble): state}, checkpoint_id=f"{path}/{loaded.values['sharded']}")
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
@@ -214,7 +214,7 @@ def resumed(path, at, gradients, kind=optim.AdamW):
     after = train(whole_run, range(at, STEPS))
     again = start(gradients, kind, total_steps=STEPS, averaging=hdet.Averaging(outer_step=0.5))
     load(path, again)
-    key = hdet.replica_key(again[3])
+    key = hdet.checkpoint.replica_key(again[3])
     assert train(again, range(at, STEPS)) == after
     assert weights(again[0]) == weights(whole_run[0])
     for parts in (whole_run, again):
@@ -388,7 +388,7 @@ def disturbed(look):
         warnings.simplefilter("ignore")  # nobody reads the probe
         ensemble = hdet.Ensemble(
             optimizer, [hdet.learning_rate(optimizer, spread=SPREAD)], interval=3, model=model, replicas=mesh,
-            probe=probe, controller=hdet.Fixed(),
+            probe=probe, controller=hdet.controllers.Fixed(),
         )  # fmt: skip
     losses = []
     for step in range(8):
@@ -458,7 +458,7 @@ def resumes_tail_averages(path):
         "total_steps": 10,
         "probe": probe,
         "averaging": hdet.Averaging(tail=0.8),
-        "controller": hdet.Fixed(),
+        "controller": hdet.controllers.Fixed(),
         "on_round": [told.append],
     }
     resume_outer(f"{path}/end", 6, replicas=make_mesh(), **given)

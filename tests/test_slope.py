@@ -58,7 +58,7 @@ def test_least_squares_with_noise_has_an_orthogonal_residual():
 
 def test_two_rounds_by_hand():
     """Slopes 2 and then -1, in log multipliers of +-log 2."""
-    controller = hdet.Slope(step_size=0.1, momentum=0.5, smoothing=0.5)
+    controller = hdet.controllers.Slope(step_size=0.1, momentum=0.5, smoothing=0.5)
     rungs, log2 = [0.5, 2.0], math.log(2)
     state = controller.init(["h"])
     state = controller.update(state, report([-2 * log2, 2 * log2], {"h": rungs}))
@@ -78,7 +78,7 @@ def test_it_improves_a_bowl_in_several_hyperparameters_at_once(count, noise):
     rng = random.Random(count)
     names = [f"h{i}" for i in range(count)]
     best = {name: rng.choice([-1, 1]) * rng.uniform(0.8, 2) for name in names}
-    controller = hdet.Slope()
+    controller = hdet.controllers.Slope()
     state = controller.init(names)
     rungs = hdet._explore.slots.multipliers(8, 2.0, "log")
 
@@ -107,8 +107,8 @@ def test_it_waits_for_evidence():
             way += abs(math.log(state["h"]["scale"] / before))
         return way
 
-    assert travelled(hdet.Slope(evidence=3.0), 0.0) < 0.2 * travelled(hdet.Slope(), 0.0)
-    assert travelled(hdet.Slope(evidence=3.0), 5.0) > 0.9 * travelled(hdet.Slope(), 5.0)
+    assert travelled(hdet.controllers.Slope(evidence=3.0), 0.0) < 0.2 * travelled(hdet.controllers.Slope(), 0.0)
+    assert travelled(hdet.controllers.Slope(evidence=3.0), 5.0) > 0.9 * travelled(hdet.controllers.Slope(), 5.0)
 
 
 def test_the_step_size_is_annealed_where_the_length_is_known():
@@ -119,7 +119,7 @@ def test_the_step_size_is_annealed_where_the_length_is_known():
         (False, 75, 100, 1),
         (True, 120, 100, 0),
     ):
-        controller = hdet.Slope(step_size=0.1, anneal=anneal)
+        controller = hdet.controllers.Slope(step_size=0.1, anneal=anneal)
         after = controller.update(controller.init(["h"]), report([1.0, 0.0], {"h": rungs}, step, total))
         assert math.log(after["h"]["scale"]) == pytest.approx(0.1 * factor)
 
@@ -128,7 +128,7 @@ def test_the_step_size_is_annealed_where_the_length_is_known():
 def test_the_standard_error_is_calibrated(slope):
     rng = random.Random(1)
     rungs = hdet._explore.slots.multipliers(4, 2.0, "log")
-    controller = hdet.Slope(step_size=0.0)
+    controller = hdet.controllers.Slope(step_size=0.0)
     means, errors, covered = [], [], 0
     for _ in range(300):
         state = controller.init(["h"])
@@ -145,24 +145,24 @@ def test_the_standard_error_is_calibrated(slope):
 
 
 def test_a_probe_is_preferred_and_its_plan():
-    controller = hdet.Slope()
+    controller = hdet.controllers.Slope()
     seen = {"h": Observation(1.0, 1.0, 0.0, (0.5, 2.0))}
     after = controller.update(controller.init(["h"]), Report(1, (0.0, 1.0), seen, probe=(1.0, 0.0)))
     assert after["h"]["scale"] > 1
-    assert hdet.Slope().plan(["a"], None).design == "permutations"
-    plan = hdet.Slope().plan(["a", "b"], 100)
+    assert hdet.controllers.Slope().plan(["a"], None).design == "permutations"
+    plan = hdet.controllers.Slope().plan(["a", "b"], 100)
     assert (plan.design, plan.interval, dict(plan.until), plan.finds) == ("orthogonal", None, {}, False)
 
 
 def test_no_step_size_overflows():
     for sign, end in ((1, 1e-6), (-1, 1e6)):
-        controller = hdet.Slope(step_size=1e9)
+        controller = hdet.controllers.Slope(step_size=1e9)
         after = controller.update(controller.init(["h"]), report([0.0, sign], {"h": [0.5, 2.0]}))
         assert after["h"]["scale"] == pytest.approx(end)
 
 
 def test_a_base_of_zero_is_left_alone():
-    controller = hdet.Slope()
+    controller = hdet.controllers.Slope()
     state = controller.init(["h"])
     seen = {"h": Observation(0.0, 0.0, 0.0, (0.5, 2.0))}
     assert controller.update(state, Report(1, (0.0, 1.0), seen)) == state
@@ -173,6 +173,6 @@ def test_a_base_of_zero_is_left_alone():
 )
 def test_bad_options(bad):
     with pytest.raises(ValueError, match=f"{next(iter(bad))} must"):
-        hdet.Slope(**bad)
+        hdet.controllers.Slope(**bad)
     with pytest.raises(TypeError, match="anneal must"):
-        hdet.Slope(anneal="yes")
+        hdet.controllers.Slope(anneal="yes")

@@ -12,8 +12,9 @@ from processes import run
 from torch import nn, optim
 
 import hdet
-from hdet._phases import tail_of as tail
-from hdet._phases.tail_average import TailAverage
+from hdet._phases.tail_average import weights as tail
+from hdet._phases.tail_average.phase import TailAverage
+from hdet._run.tail_fit import unfit
 
 STEPS, INTERVAL = 60, 3
 FIRST = 30  # step after which round ends count, with a part of 1/2
@@ -39,7 +40,7 @@ def make(lr=0.3, spread=0.0, dtype=torch.float32, total_steps=STEPS, tail=0.5, f
     model = hdet.data_parallel(nn.Linear(4, 1).to(dtype))
     optimizer = optim.SGD(model.parameters(), lr=lr)
     told = []
-    options = {"probe": a_probe(), "controller": hdet.LineSearch(), **options}
+    options = {"probe": a_probe(), "controller": hdet.controllers.LineSearch(), **options}
     ensemble = hdet.Ensemble(
         optimizer, [hdet.learning_rate(optimizer, spread=spread)], total_steps=total_steps, interval=INTERVAL,
         model=model, on_round=[told.append], averaging=hdet.Averaging(tail=tail, followers=followers), **options,
@@ -88,7 +89,7 @@ def test_noise_is_averaged_out_half_of_the_way():
         "tail average: taken; half of the way to the mean of 10 round ends since step 33 (probe loss"
     )
     assert parts[3][-1].probe_seconds > 0
-    assert hdet.make_schedule(parts[3])["tail_average_taken"] is True
+    assert hdet.records.make_schedule(parts[3])["tail_average_taken"] is True
 
 
 def test_what_still_learns_is_left_bit_for_bit():
@@ -104,7 +105,7 @@ def test_it_can_be_observed_only():
     parts = make(observe_only=True)
     assert torch.equal(train(parts), last)
     assert any(event.startswith("tail average: would be taken") for event in parts[3][-1].events)
-    assert hdet.make_schedule(parts[3])["tail_average_taken"] is False
+    assert hdet.records.make_schedule(parts[3])["tail_average_taken"] is False
 
 
 @pytest.mark.parametrize(
@@ -251,7 +252,7 @@ def test_what_shares_memory_is_swapped_once(lr, follows):
         optimizer = optim.SGD(model.parameters(), lr=lr)
         ensemble = hdet.Ensemble(
             optimizer, [hdet.learning_rate(optimizer, spread=0.0)], total_steps=STEPS, interval=INTERVAL, model=model,
-            probe=a_probe(), controller=hdet.LineSearch(),
+            probe=a_probe(), controller=hdet.controllers.LineSearch(),
             averaging=hdet.Averaging(tail=part, followers=[model.flat] if follows else []),
         )  # fmt: skip
         train(
@@ -269,7 +270,7 @@ def test_what_shares_memory_is_swapped_once(lr, follows):
 def test_a_scripted_part_is_no_hindrance():
     with pytest.deprecated_call():
         model = nn.Sequential(torch.jit.script(nn.Linear(4, 1)))
-    assert tail.unfit(a_probe(), model) is None
+    assert unfit(a_probe(), model) is None
 
 
 def test_memory_is_given_back():
@@ -293,7 +294,7 @@ def test_a_state_of_another_layer_is_refused():
         optimizer = optim.SGD(model.parameters(), lr=0.01)
         ensemble = hdet.Ensemble(
             optimizer, [hdet.learning_rate(optimizer, spread=0.0)], total_steps=STEPS, interval=INTERVAL, model=model,
-            probe=a_probe(), averaging=hdet.Averaging(tail=0.5), controller=hdet.LineSearch(),
+            probe=a_probe(), averaging=hdet.Averaging(tail=0.5), controller=hdet.controllers.LineSearch(),
         )  # fmt: skip
         return model, optimizer, ensemble, []
 
@@ -313,7 +314,7 @@ def test_a_state_of_another_model_is_refused():
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     ensemble = hdet.Ensemble(
         optimizer, [hdet.learning_rate(optimizer, spread=0.0)], total_steps=STEPS, interval=INTERVAL, model=model,
-        probe=a_probe(), averaging=hdet.Averaging(tail=0.5), controller=hdet.LineSearch(),
+        probe=a_probe(), averaging=hdet.Averaging(tail=0.5), controller=hdet.controllers.LineSearch(),
     )  # fmt: skip
     with pytest.raises(ValueError, match="the saved tail average is that of another model"):
         ensemble.load_state_dict(first[2].state_dict())
@@ -380,7 +381,7 @@ class Normed(nn.Sequential):
         ({"tail": 1.5}, r"tail must lie in \[0, 1\], a part of the run"),
         ({"tail": math.nan}, "tail must lie in"),
         ({"total_steps": None}, "whose length must be known: write total_steps="),
-        ({"probe": None, "controller": hdet.Fixed()}, r"it needs a probe.*probe=hdet.Probe\(...\)"),
+        ({"probe": None, "controller": hdet.controllers.Fixed()}, r"it needs a probe.*probe=hdet.Probe\(...\)"),
         ({"model": None, "probe": lambda index: 1.0}, r"it needs to know the model \(model=model\)"),
         ({"model": Normed()}, "the running statistics of its normalisation"),
     ],
@@ -432,13 +433,13 @@ def test_auto_wants_it_from_2000_steps_on(steps, part):
 def test_fixed_may_have_a_probe_for_it():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = train(make(controller=hdet.Fixed()))
+        found = train(make(controller=hdet.controllers.Fixed()))
     assert torch.equal(found, train(make()))
 
 
 def replicas(spread, gradients):
     """All replicas end with the same weights, those of the twin: half of the way to the mean of the round ends."""
-    options = {"spread": spread, "gradients": gradients, "controller": hdet.Fixed()}
+    options = {"spread": spread, "gradients": gradients, "controller": hdet.controllers.Fixed()}
     ends, parts = [], make(**options, tail=0)
     for step in range(STEPS):
         last = train(parts, [step])
@@ -488,7 +489,7 @@ def test_uneven_data_do_without():
 
 def test_a_rollback_begins_anew():
     """After the loss has run away, the mean holds nothing of it."""
-    parts = make(safety=hdet.Safety(rollback=hdet.Rollback(window=4)), controller=hdet.Fixed())
+    parts = make(safety=hdet.Safety(rollback=hdet.Rollback(window=4)), controller=hdet.controllers.Fixed())
     train(parts, range(40))
     with torch.no_grad():
         parts[0].weight.fill_(math.nan)

@@ -33,7 +33,7 @@ def test_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
-    events = [hdet.RoundRecord(4, 20, True, (1.0,), {}, events=("rolled back",))]
+    events = [hdet.records.RoundRecord(4, 20, True, (1.0,), {}, events=("rolled back",))]
     log(sink := hdet.records.trackers.TensorBoard(tmp_path / "own"))
     sink(events[0])
     writer = SummaryWriter(tmp_path / "given")

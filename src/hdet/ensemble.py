@@ -31,9 +31,7 @@ from hdet._hooks import Hooks, WeakHook, innermost
 from hdet._options.averaging import Averaging
 from hdet._options.safety import Safety
 from hdet._phases.local_gradients import GradientSharing
-from hdet._phases.outer_step_of import OuterStep
 from hdet._phases.scores import Scores
-from hdet._phases.tail_of import probes_at_end
 from hdet._phases.uneven_data import UnevenData, joined
 from hdet._probe.judge import AnyProbe
 from hdet._probe.probe import Probe
@@ -44,6 +42,7 @@ from hdet._run import checks
 from hdet._run.one_line import one_line
 from hdet._run.rounds import Stage
 from hdet._run.settings import Arguments, instead, read_settings
+from hdet._run.tail_fit import probes_at_end
 from hdet._tensors import converge
 from hdet._tensors.local_gradients import Gradients
 from hdet._user_warning import warn
@@ -178,7 +177,7 @@ class Ensemble:
         with self.engine.phase(GradientSharing).sharing():
             found = find_lr(
                 given.model, given.optimizers, step_fn, probe=given.probe, total_steps=self.total_steps,
-                outer_step=min(OuterStep(given.averaging.outer_step).gain, 1.0), also=also, replicas=given.replicas,
+                outer_step=min(given.averaging.gain, 1.0), also=also, replicas=given.replicas,
             )  # fmt: skip
         before = 1.0 if run.found is None else run.found.scale  # found.scale is that on the schedule
         run.found = found

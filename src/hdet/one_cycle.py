@@ -25,7 +25,8 @@ from hdet._run.no_effect import last_acting_step, warm_up_told
 from hdet._run.settings import instead
 from hdet._tensors.deepspeed import check_deepspeed
 from hdet._user_warning import warn
-from hdet.controllers import RULES, Fixed, Softmax
+from hdet.controllers import Fixed, Softmax
+from hdet.controllers.softmax import RULES
 from hdet.ensemble import Ensemble
 
 Decay = Literal["one_cycle", "geometric"]
@@ -52,7 +53,7 @@ class OneCycleAutoLR(OneCycleLR):
 
     With `ensemble_lr_spread_ratio=0` it is OneCycleLR, bit for bit, and sends nothing. With a spread every
     parameter group's rate fans out from the first step on, and every `model_sync_interval` steps the replicas
-    are averaged. With `enable_auto_lr` the losses given to `step(loss)` move the rates (`hdet.Softmax`).
+    are averaged. With `enable_auto_lr` the losses given to `step(loss)` move the rates (`hdet.controllers.Softmax`).
 
     Args:
         optimizer, max_lr, ..., last_epoch: as in torch's OneCycleLR.

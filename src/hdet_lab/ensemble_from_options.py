@@ -15,23 +15,19 @@ from hdet import (
     Auto,
     Averaging,
     Ensemble,
-    Fixed,
     FoundRate,
     Hyperparameter,
-    LineSearch,
     Nesterov,
-    Plan,
     Probe,
-    RoundRecord,
     Scalar,
-    Slope,
-    Softmax,
     dropout,
     learning_rate,
     momentum,
     scalar,
     weight_decay,
 )
+from hdet.controllers import Fixed, LineSearch, Plan, Slope, Softmax
+from hdet.records import RoundRecord
 from hdet_lab.errors import LabError
 from hdet_lab.options import RunOptions
 from hdet_lab.tasks import Batch, Task

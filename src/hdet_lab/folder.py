@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hdet import JSONLines, RoundRecord
+from hdet import JSONLines
+from hdet.records import RoundRecord
 from hdet.records.json_lines import check_line, strict
 from hdet.records.reading import Lines, UnreadableError, open_file, read_json, why
 from hdet.records.schema import Check, Field, count, mapping, number, number_or_hole, of, record, text, whole

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hdet import Ensemble, RoundRecord, describe, find_replicas
+from hdet import Ensemble, find_replicas
+from hdet.records import RoundRecord, describe
 from hdet_lab.folder import RunFolder
 from hdet_lab.options import RunOptions
 from hdet_lab.recipe import Recipe

@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hdet import LostReplicaError, RoundRecord, data_parallel, find_replicas, load, save, warm_init
+from hdet import LostReplicaError, data_parallel, find_replicas, load, save, warm_init
+from hdet.records import RoundRecord
 from hdet.records.json_lines import strict
 from hdet_lab.ensemble_from_options import device, make_ensemble, make_smoothing
 from hdet_lab.errors import FolderError

@@ -464,7 +464,9 @@ def test_what_is_charged_is_what_the_run_that_is_left_costs(controller, steps, f
 
 def test_a_search_that_ends_is_charged_while_it_lasts(monkeypatch):
     options = RunOptions("digits", controller="line_search", steps=1000, charge=True, replicas=4)
-    monkeypatch.setattr(ensemble_from_options, "make_controller", lambda *given: hdet.LineSearch(active=0.25))
+    monkeypatch.setattr(
+        ensemble_from_options, "make_controller", lambda *given: hdet.controllers.LineSearch(active=0.25)
+    )
     left = ensemble_from_options.charged_steps(options, options.make_task(), nn.Identity(), None)
     assert left == pytest.approx(1000 / (1 + 0.25 * 5 * 4 / 3 / 5), abs=2)
 

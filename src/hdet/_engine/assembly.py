@@ -14,7 +14,7 @@ from hdet._phases.phase import Phase
 from hdet._phases.recording import Recording
 from hdet._phases.rollback.phase import GoBack
 from hdet._phases.scores import Scores
-from hdet._phases.tail_average import TailAverage
+from hdet._phases.tail_average.phase import TailAverage
 from hdet._phases.uneven_data import UnevenData
 from hdet._run.run import Run
 from hdet._run.settings import Settings

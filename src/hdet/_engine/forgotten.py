@@ -25,7 +25,7 @@ class ForgottenCalls:
     def note_unseen(self) -> None:
         """`Ensemble.step()` was called, but no optimizer step was seen since: a micro-batch, or a mistake."""
         self._unseen += 1
-        outer = self._run.settings.averaging.outer_step != 1.0
+        outer = self._run.settings.averaging.steps
         if self._unseen >= _MOST_UNSEEN and (self._run.settings.explored or outer):
             raise RuntimeError(
                 f"no optimizer step was seen in {_MOST_UNSEEN} calls of step(). Is this the optimizer that "
@@ -38,7 +38,7 @@ class ForgottenCalls:
         """Optimizer steps are taken, but nobody calls `Ensemble.step()`."""
         run, fan_out = self._run, self._run.values.fan_out
         given, averaging, steps = run.settings, run.settings.averaging, fan_out.steps_of_all
-        needed = given.diverges or averaging.outer_step != 1.0 or averaging.tail or given.safety.rollback is not None
+        needed = given.diverges or averaging.steps or averaging.tail or given.safety.rollback is not None
         if steps < fan_out.patience or not needed or run.at.finished:
             return
         problem = (

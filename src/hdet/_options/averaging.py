@@ -53,12 +53,11 @@ class Averaging:
     """What is averaged at the end of a round and of the run, and how much of it counts.
 
     Args:
-        outer_step: fraction of a round's weight change to apply, in (0, 1], or an `hdet.Nesterov`; see
-            `hdet._phases.outer_step_of`. The last round's change is applied whole. By default what the controller wants, which
-            mostly is 1.
+        outer_step: fraction of a round's weight change to apply, in (0, 1], or an `hdet.Nesterov`. The last round's
+            change is applied whole. By default what the controller wants, which mostly is 1.
         tail: the part of the run at its end, in [0, 1], whose round ends are averaged: when the run ends, the probe
-            tells whether half of the way to that mean is better than the last weights; see `hdet._phases.tail_of`. 0 for none. By
-            default what the controller wants, where that is possible: `Auto` a half in runs of 2,000 steps and more.
+            tells whether half of the way to that mean is better than the last weights. 0 for none. By default what the
+            controller wants, where that is possible: `Auto` a half in runs of 2,000 steps and more.
             Costs a copy of what is trained and of the followers, in single precision at least. The probe is asked for
             16 indices that no round has had.
         state: average the optimizer state of local gradients too. False: each replica keeps its own, which saves two
@@ -93,6 +92,18 @@ class Averaging:
         for follower in self.followers:
             if not isinstance(follower, (nn.Module, Tensor)):
                 raise TypeError(f"followers must hold modules or tensors, got {follower!r}; write followers=[ema]")
+
+    @property
+    def gain(self) -> float:
+        """How many times a round's weight change counts in the long run."""
+        if isinstance(self.outer_step, Nesterov):
+            return self.outer_step.lr / (1.0 - self.outer_step.momentum)
+        return 1.0 if self.outer_step is None else self.outer_step
+
+    @property
+    def steps(self) -> bool:
+        """Whether there is an outer step other than the whole of a round's weight change."""
+        return self.outer_step not in (None, 1.0, Nesterov(1.0, 0.0))
 
     def told(self) -> dict[str, object]:
         """What all replicas must be given alike, by name. Followers are compared tensor by tensor, and not here."""

@@ -42,7 +42,7 @@ def add_commands(commands: Any) -> None:
     command.add_argument("--port", type=_port, default=0, help="default: any free one")
     command.add_argument("--open", action="store_true", help="open it in a browser")
 
-    text = "the schedule that a run has learned, for hdet.ReplayLR"
+    text = "the schedule that a run has learned, for hdet.records.ReplayLR"
     command = _command(commands, "export", _export, text)
     command.add_argument("run", metavar="RUN", type=Path, help="run folder, or its rounds.jsonl")
     command.add_argument("--output", type=Path, help="where to; default: schedule.json in the run's folder")

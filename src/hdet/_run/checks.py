@@ -93,7 +93,7 @@ def check_controller(controller: object) -> None:
     if isinstance(controller, type) or not all(hasattr(controller, name) for name in ("init", "update", "needs_score")):
         raise TypeError(
             f"controller must be an object with needs_score, init() and update(), got {controller!r}; "
-            "write for example controller=hdet.Softmax()"
+            "write for example controller=hdet.controllers.Softmax()"
         )
 
 
@@ -158,7 +158,7 @@ def check_gradients(
         raise ValueError(
             f"{blind[0]} acts before the gradients are shared: with shared gradients every replica gets the same "
             'weights whatever its value, so no controller can judge it. Write Ensemble(..., gradients="local"), or '
-            "controller=hdet.Fixed() to spread it without moving it"
+            "controller=hdet.controllers.Fixed() to spread it without moving it"
         )
 
 
@@ -204,7 +204,7 @@ def check_line_search(controller: Controller, explored: Sequence[Hyperparameter]
     if isinstance(controller, LineSearch) and other:
         raise ValueError(
             f"LineSearch is for learning rates, and {other[0]} is none: a round does not go proportionally farther "
-            "with it; write controller=hdet.Auto(), which uses slopes for it, or hdet.Slope()"
+            "with it; write controller=hdet.Auto(), which uses slopes for it, or hdet.controllers.Slope()"
         )
 
 

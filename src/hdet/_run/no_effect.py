@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from hdet._explore.hyperparameter import Hyperparameter
 from hdet._explore.in_forward import InForward
 from hdet._explore.in_groups import InGroups
-from hdet._phases.outer_step_of import OuterStep
+from hdet._options.averaging import Averaging
 from hdet._user_warning import warn
 from hdet.controllers import Controller, Fixed, LineSearch, Plan, Softmax
 
@@ -58,7 +58,7 @@ def warn_of_probe(controller: Controller, probe: object, wants: Plan, local: boo
     elif local and wants.needs_line:
         problem = (
             "the line search is for shared gradients: with local ones the replicas of a round do not lie on a line; "
-            "use controller=hdet.Slope()"
+            "use controller=hdet.controllers.Slope()"
         )
     if problem is not None:
         warn(problem)
@@ -92,16 +92,17 @@ def warn_of_two_replicas(controller: Controller, wants: Plan, names: Iterable[st
     if wants.needs_line and len(searched) > 1:
         warn(
             f"a line search of each of {len(searched)} hyperparameters needs three replicas, and there are two: they "
-            "stay where they are; explore one joint learning rate, use controller=hdet.Slope(), or start more replicas"
+            "stay where they are; explore one joint learning rate, use controller=hdet.controllers.Slope(), or start "
+            "more replicas"
         )
 
 
-def warn_of_outer_step(outer: OuterStep, interval: int, total_steps: int | None) -> None:
+def warn_of_outer_step(averaging: Averaging, interval: int, total_steps: int | None) -> None:
     """Warn of an outer step that is never taken."""
-    if outer.active and total_steps is not None and interval >= total_steps:
+    if averaging.steps and total_steps is not None and interval >= total_steps:
         warn(
-            f"outer_step={outer.given} has no effect: the only round, of {total_steps} steps, is the last one, whose "
-            "change is applied whole; use a shorter interval, for example 10"
+            f"outer_step={averaging.outer_step} has no effect: the only round, of {total_steps} steps, is the last "
+            "one, whose change is applied whole; use a shorter interval, for example 10"
         )
 
 

@@ -14,7 +14,7 @@ from hdet._run.rounds import Position, Rounds
 from hdet._run.settings import Settings
 from hdet._tensors.tensors import Tensors
 from hdet._tensors.warm_init import take_noise
-from hdet.controllers import Steering
+from hdet.controllers.steering import Steering
 
 
 class Data(Enum):

@@ -18,17 +18,17 @@ from hdet._explore.slots import Design
 from hdet._hooks import unwrap
 from hdet._options.averaging import Averaging
 from hdet._options.safety import Safety
-from hdet._phases.outer_step_of import OuterStep
-from hdet._phases.tail_of import check_part, unfit
 from hdet._probe.judge import AnyProbe
 from hdet._probe.probe import Probe
 from hdet._replicas import Where, check_where, find_replicas
 from hdet._replicas.fingerprint import Claims, fingerprint, plain
 from hdet._run import checks, no_effect
+from hdet._run.tail_fit import check_part, unfit
 from hdet._tensors.deepspeed import check_deepspeed
 from hdet._tensors.local_gradients import Gradients
 from hdet._tensors.shards import check_shards, reshard
-from hdet.controllers import Auto, Controller, Fixed, Plan, plan
+from hdet.controllers import Auto, Controller, Fixed, Plan
+from hdet.controllers.report import plan
 from hdet.records.record import OnRound
 
 
@@ -238,7 +238,7 @@ def _warn(settings: Settings, searches: bool) -> None:
     no_effect.warn_of_warm_up(settings.controller, bool(settings.explored), interval, total_steps)
     no_effect.warn_of_probe(settings.controller, settings.probe, settings.plan, settings.local, averaging.tail)
     no_effect.warn_of_bases(settings.explored)
-    no_effect.warn_of_outer_step(OuterStep(averaging.outer_step), interval, total_steps)
+    no_effect.warn_of_outer_step(averaging, interval, total_steps)
 
 
 def _replicas(where: Where | None) -> int | None:

@@ -110,7 +110,7 @@ class Plan:
 
 
 class Controller(Protocol):
-    """Steers the scales of the explored hyperparameters; see `hdet.Softmax` for one to read.
+    """Steers the scales of the explored hyperparameters; see `hdet.controllers.Softmax` for one to read.
 
     Two things may be added: `needs_probe = True` if it cannot do without one, and `plan(names, total_steps)`, which
     returns a `Plan`; with a third parameter, `replicas`, it is told how many there are, None if that is not known yet.
@@ -144,7 +144,9 @@ def plan(controller: Controller, names: Sequence[str], total_steps: int | None, 
     more = {"replicas": replicas} if "replicas" in inspect.signature(own).parameters else {}
     wanted, who = own(names, total_steps, **more), f"{type(controller).__name__}.plan"
     if not isinstance(wanted, Plan):
-        raise TypeError(f"{who} must return an hdet.Plan, got {wanted!r}; write hdet.Plan(interval=10)")
+        raise TypeError(
+            f"{who} must return an hdet.controllers.Plan, got {wanted!r}; write hdet.controllers.Plan(interval=10)"
+        )
     if wanted.interval is not None:
         check_count(f"interval of {who}", wanted.interval)
     for name, value in (("outer_step", wanted.outer_step), ("tail_average", wanted.tail_average)):

@@ -14,7 +14,7 @@ _SHOWN = ("estimate", "error")
 
 
 class Confidence(NamedTuple):
-    """What a controller knows of a hyperparameter; see `hdet.HyperparameterRecord`."""
+    """What a controller knows of a hyperparameter; see `hdet.records.HyperparameterRecord`."""
 
     memory: dict[str, float]
     estimate: float | None

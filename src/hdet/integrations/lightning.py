@@ -40,7 +40,7 @@ class HDETCallback(Callback):  # type: ignore[misc]
     Example::
 
         explored = lambda optimizer: [hdet.learning_rate(optimizer, spread=0.2)]
-        callback = HDETCallback(explored, interval=50, controller=hdet.Softmax(temperature=0.1))
+        callback = HDETCallback(explored, interval=50, controller=hdet.controllers.Softmax(temperature=0.1))
         trainer = Trainer(strategy="ddp", devices=2, callbacks=[callback, ModelCheckpoint(...)])
     """
 

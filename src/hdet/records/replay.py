@@ -86,7 +86,7 @@ class ReplayLR(LRScheduler):
 
     Example::
 
-        scheduler = hdet.ReplayLR(optimizer, "schedule.json")
+        scheduler = hdet.records.ReplayLR(optimizer, "schedule.json")
         for batch in loader:
             ...
             optimizer.step(); scheduler.step()

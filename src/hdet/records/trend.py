@@ -22,7 +22,7 @@ _WINDOW, _AFTER = 100, 1000  # steps, in runs of unknown length
 
 
 class Trend(NamedTuple):
-    """What became of the losses since the start; the fields of `hdet.RoundRecord` with these names."""
+    """What became of the losses since the start; the fields of `hdet.records.RoundRecord` with these names."""
 
     trend: str = ""
     first_loss: float | None = None

@@ -1,4 +1,4 @@
-"""Records in experiment trackers: one sink for each, with the numbers of `hdet.metrics`.
+"""Records in experiment trackers: one sink for each, with the numbers of `hdet.records.metrics`.
 
 Each needs its own package, which is imported when the sink is made, and writes from the first replica.
 """

@@ -1,11 +1,11 @@
-"""The tail average of a run; `hdet._phases.tail_of` says what it is."""
+"""The tail average at the end of a round and of the run; `weights.py` says what it is."""
 
 from __future__ import annotations
 
 import time
 
 from hdet._phases.phase import Phase, Round, State
-from hdet._phases.tail_of import Tail
+from hdet._phases.tail_average.weights import Tail
 from hdet._run.run import Run
 
 

@@ -16,41 +16,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-_PROBES = 16  # that the two are compared on: docs/research.md, "The tail average"
+from hdet._run.tail_fit import PROBES
+
 _LEAST = 2  # round ends that are worth an average
 _MOST = 1e150  # a loss that is no number to reckon with
-
-
-def check_part(part: float, total_steps: int | None, probe: object, model: nn.Module | None) -> float:
-    """The part of the run that a user wants averaged, if it can be.
-
-    Raises:
-        ValueError: if it cannot, with what to write instead.
-    """
-    if part and total_steps is None:
-        raise ValueError("tail is a part of the run, whose length must be known: write total_steps=...")
-    reason = None if not part else unfit(probe, model)
-    if reason is not None:
-        raise ValueError(f"a tail average cannot be used: {reason}; leave it out, or write hdet.Averaging(tail=0)")
-    return part
-
-
-def unfit(probe: object, model: nn.Module | None) -> str | None:
-    """Why the weights of this model cannot be averaged over time; None if they can."""
-    if probe is None:
-        return "it needs a probe, which compares it with the last weights (probe=hdet.Probe(...))"
-    if model is None:
-        return "it needs to know the model (model=model)"
-    if any(getattr(module, "running_mean", None) is not None for module in model.modules()):
-        return "the running statistics of its normalisation would not be those of the averaged weights"
-    return None
-
-
-def probes_at_end(part: float, probe: object, model: nn.Module | None) -> int:
-    """How often a probe is scored when the run ends; 0 without an average."""
-    return 2 * _PROBES if part and unfit(probe, model) is None else 0
 
 
 class Compared(NamedTuple):
@@ -184,7 +155,7 @@ class Tail:
             return Settled(False, f"tail average: none, as {count} rounds have ended since step {self._begin:g}")
         self._meet_half_way()
         last, average = [], []
-        for number in range(_PROBES):
+        for number in range(PROBES):
             last.append(score(number))
             with self._swapped():
                 average.append(score(number))
