@@ -95,7 +95,7 @@ def one(run: dict, steps: int | None = None) -> dict:
     used = {name: result.get(name) for name in ("steps", "finder_steps", "finder_cost")}
     used["used_lr"] = result["peak_lr"]
     found = {"held_out": (result["held_out"] or {}).get("loss"), **used, "cost": round(result.get("cost", 1.0), 4)}
-    took = {"seconds": round(time.time() - started, 1), "cpu_seconds": round(time.process_time() - worked, 1)}
+    took = {"seconds": round(time.time() - started, 1), "cpu_seconds": round(time.process_time() - worked, 3)}
     return {**run, **found, **took, "stepped": dict(stepped), "curve": curve}
 
 

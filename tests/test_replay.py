@@ -112,13 +112,13 @@ def test_a_schedule_of_another_way_to_train_is_replayed_with_a_warning(learned):
         hdet.records.ReplayLR(make()[1], schedule)
     first, second = (str(warning.message) for warning in warned)
     assert "learned with an outer step of 0.5" in first
-    assert "hdet.Ensemble(..., outer_step=0.5)" in first
+    assert "hdet.Ensemble(..., averaging=hdet.Averaging(outer_step=0.5))" in first
     assert "learned with local gradients" in second
     nesterov = {"outer_step": 0.05, "outer_momentum": 0.9, "gradients": "shared"}
     with pytest.warns(UserWarning, match=r"outer_step=hdet.Nesterov\(0.05, 0.9\)"):
         hdet.records.ReplayLR(make()[1], {**schedule, **nesterov})
     plain = {"outer_step": 1.0, "gradients": "shared"}
-    with pytest.warns(UserWarning, match=r"tail_average= of hdet.Ensemble"):
+    with pytest.warns(UserWarning, match=r"average them as well: hdet.Averaging\(tail=0.5\)"):
         hdet.records.ReplayLR(make()[1], {**schedule, **plain, "tail_average_taken": True})
     for known in ({**plain, "tail_average_taken": False}, {"outer_step": None, "gradients": None}):
         with warnings.catch_warnings():

@@ -133,7 +133,7 @@ def _export(arguments: argparse.Namespace) -> str:
     notes = "" if schedule["complete"] else " The run was cut off: its last values are held from there."
     notes += "".join(f"\nNote: {notice}." for notice in notices(schedule))
     said = f"{names}, {schedule['total_steps']} steps.{notes}"
-    return f"{said}\nSchedule: {output}\nhdet.ReplayLR(optimizer, {str(output)!r})"
+    return f"{said}\nSchedule: {output}\nhdet.records.ReplayLR(optimizer, {str(output)!r})"
 
 
 def _read(path: Path, plain: bool = False) -> Run:
