@@ -171,7 +171,7 @@ def problem(prepared, steps=400, rate=1e-4):
         on_round=[lambda record: events.extend(record.events)],
     )  # fmt: skip
     if prepared:
-        ensemble.prepare(lambda index: loss_of(model, batch(index)).backward())
+        ensemble.find_lr(lambda index: loss_of(model, batch(index)).backward(), scheduler=schedule)
     for step in range(steps):
         loss = loss_of(model, batch(step))
         loss.backward()

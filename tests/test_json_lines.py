@@ -351,7 +351,7 @@ def train_long(folder):
         probe=hdet.Probe(lambda index: [(x, y)], loss_of), on_round=sinks,
     )  # fmt: skip
     began = time.perf_counter()
-    found = ensemble.prepare(step)
+    found = ensemble.find_lr(step)
     searched = time.perf_counter() - began
     for number in range(600):
         losses.append(step(number))

@@ -44,7 +44,7 @@ LAYERS = {
         "controllers", "ensemble",
     },
     "integrations": {
-        "_arguments", "_explore", "_hooks", "_options", "_replicas", "_run", "_user_warning", "checkpoint",
+        "_arguments", "_explore", "_find_lr", "_hooks", "_options", "_replicas", "_run", "_user_warning", "checkpoint",
         "ensemble", "records",
     },
     "_report": {"_find_lr", "_replicas", "controllers", "records"},

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -38,7 +38,6 @@ from hdet._probe.probe import Probe
 from hdet._probe.score import Loss
 from hdet._replicas import Replicas, Where
 from hdet._replicas.agreement import agreed, claim
-from hdet._run import checks
 from hdet._run.one_line import one_line
 from hdet._run.rounds import Stage
 from hdet._run.settings import Arguments, instead, read_settings
@@ -154,38 +153,57 @@ class Ensemble:
         """What `step()` would add of this loss; raises as it would, and changes nothing."""
         return self._scores.check_loss(loss)
 
-    def prepare(self, step_fn: Callable[[int], object], *, also: Sequence[Any] = ()) -> FoundRate | None:
-        """Before the first step: let the controller do what it wants beforehand, such as find the learning rate.
+    def find_lr(
+        self,
+        loader: Iterable[Any] | Callable[[int], Any],
+        loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
+        *,
+        scheduler: Any = None,
+        **options: Any,
+    ) -> FoundRate | None:
+        """Before the first step: find the learning rate and let it take effect. Collective.
 
-        `Auto` does in long runs and with one replica: see `hdet.find_lr`, whose arguments these are. The rate that is
-        found scales the schedule of every explored learning rate; weights, optimizers and random numbers are as before.
-        The record of the first round tells of it (`RoundRecord.search`). Collective.
+        `hdet.find_lr` with this ensemble's model, optimizers and length, and `found.apply` of what it finds. The record
+        of the first round tells of it (`RoundRecord.search`). Weights, optimizers and random numbers are as before.
+
+        Args:
+            loader: this replica's batches; or, without a loss_fn, a `step_fn(index)` for use with the ensemble's probe.
+            loss_fn: `loss_fn(model, batch)`, the mean loss.
+            scheduler: the schedule of the optimizer, if there is one; a list for several optimizers.
+            **options: others of `hdet.find_lr`, such as accumulate and clip_grad_norm.
 
         Returns:
-            What was found; None if the controller wants nothing of the kind, or if the run goes on from a saved state.
+            What was found; None if the run goes on from a saved state.
         """
         given, run = self._settings, self._run
-        if not given.plan.finds or run.resumed:
+        if run.resumed:
             return None
-        if given.model is None or not isinstance(given.probe, Probe):
-            raise ValueError(
-                "prepare() needs the model and what to score it on: write model=model, probe=hdet.Probe(...)"
-            )
+        if given.model is None:
+            raise ValueError("find_lr() needs the model: write hdet.Ensemble(..., model=model)")
         if run.at.step > 0:
-            raise ValueError(f"prepare() comes before the first step, got {run.at.step} steps")
-        checks.check_all_rates(given.hyperparameters, given.optimizers)
+            raise ValueError(f"find_lr() comes before the first step, got {run.at.step} steps")
+        if loss_fn is None and isinstance(given.probe, Probe):
+            options = {"probe": given.probe, **options}
         with self.engine.phase(GradientSharing).sharing():
-            found = find_lr(
-                given.model, given.optimizers, step_fn, probe=given.probe, total_steps=self.total_steps,
-                outer_step=min(given.averaging.gain, 1.0), also=also, replicas=given.replicas,
+            found: FoundRate = find_lr(
+                given.model, given.optimizers, loader, loss_fn, total_steps=self.total_steps,
+                outer_step=min(given.averaging.gain, 1.0), replicas=given.replicas, **options,
             )  # fmt: skip
-        before = 1.0 if run.found is None else run.found.scale  # found.scale is that on the schedule
         run.found = found
         if not given.observe_only:
-            run.steering.scale_by(found.scale / before, given.rates)
+            found.apply(given.optimizers, scheduler)
         run.write_values()
         run.clock = time.perf_counter()  # the round begins now
         return found
+
+    @property
+    def found(self) -> FoundRate | None:
+        """The learning rate that was found before the first step, of which the first record tells."""
+        return self._run.found
+
+    @found.setter
+    def found(self, found: FoundRate | None) -> None:
+        self._run.found = found
 
     def converge(self) -> None:
         """Average the replicas now and begin a new round. Collective; the controller ignores the cut round."""

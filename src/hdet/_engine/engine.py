@@ -172,7 +172,7 @@ class Engine:
             return
         self.start()
         if at.step == 0 and self.run.settings.plan.finds and self.run.found is None:
-            no_effect.warn_not_prepared()
+            no_effect.warn_not_searched()
         self.open()
         self._fan_out.ready = True
 

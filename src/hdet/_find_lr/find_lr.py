@@ -1,197 +1,180 @@
-"""Find the learning rate before the run: a two-stage range test, everything put back afterwards.
-
-The decisions are in `hdet._find_lr.decisions`, the steps in `hdet._find_lr.trial`.
-"""
+"""`hdet.find_lr`: its arguments. The search itself is in `search.py`, what it trains and scores in `workload.py`."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, cast, overload
 
-from torch import nn
-from torch.optim import LBFGS, SGD, Optimizer
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import LBFGS, Optimizer
 
 from hdet._arguments import Rule, answers, check_count, check_number
-from hdet._find_lr.decisions import Coarse, Curve, Fine, default_factor
-from hdet._find_lr.doubts import doubts
 from hdet._find_lr.found_rate import FoundRate
-from hdet._find_lr.interrupts import deferred_interrupts
-from hdet._find_lr.no_rate import FindLRError, no_rate
-from hdet._find_lr.trial import Bench
+from hdet._find_lr.loader import MEMORY, check_loader, read
+from hdet._find_lr.search import Search
+from hdet._find_lr.workload import Batches, StepFunction, Workload
 from hdet._hooks import unwrap
-from hdet._probe.probe import Probe
-from hdet._replicas import Where, find_replicas
+from hdet._probe.probe import Probe, check_loss_fn
+from hdet._replicas import Where
 from hdet._replicas.agreement import Agreement, claim
-from hdet._replicas.fingerprint import fingerprint
 from hdet._tensors.deepspeed import check_deepspeed
-from hdet._user_warning import warn
 
-_LOWER = (1, 16, 256)  # where the second ramp begins, if the loss is dead at once
+TAKEN = 64
+"""Batches of global steps that a search takes from a loader to train on; four more are scored."""
 
 
-@answers("hdet.find_lr", {"process_group": "replicas=process_group", "mesh": "replicas=mesh"})
+@overload
 def find_lr(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    step_fn: Callable[[int], Any],
+    loader: Iterable[Any],
+    loss_fn: Callable[[nn.Module, Any], Tensor],
     *,
+    total_steps: int | None = None,
+    accumulate: int = 1,
+    clip_grad_norm: float | None = None,
+    scaler: GradScaler | None = None,
+    probe: Probe | None = None,
+    progress: bool = True,
+    outer_step: float = 1.0,
+    factor: float | None = None,
+    also: Sequence[Any] = (),
+    replicas: Where | None = None,
+) -> FoundRate: ...
+@overload
+def find_lr(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    loader: Callable[[int], Any] | None = None,
+    *,
+    step_fn: Callable[[int], Any] | None = None,
     probe: Probe,
     total_steps: int | None = None,
+    progress: bool = True,
+    outer_step: float = 1.0,
+    factor: float | None = None,
+    also: Sequence[Any] = (),
+    replicas: Where | None = None,
+) -> FoundRate: ...
+@answers(
+    "hdet.find_lr",
+    {"process_group": "replicas=process_group", "mesh": "replicas=mesh", "max_norm": "clip_grad_norm=max_norm",
+     "accumulation": "accumulate=", "gradient_accumulation_steps": "accumulate="},
+)  # fmt: skip
+def find_lr(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    loader: Iterable[Any] | Callable[[int], Any] | None = None,
+    loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
+    *,
+    total_steps: int | None = None,
+    accumulate: int = 1,
+    clip_grad_norm: float | None = None,
+    scaler: GradScaler | None = None,
+    probe: Probe | None = None,
+    step_fn: Callable[[int], Any] | None = None,
+    progress: bool = True,
     outer_step: float = 1.0,
     factor: float | None = None,
     also: Sequence[Any] = (),
     replicas: Where | None = None,
 ) -> FoundRate:
-    """The learning rate to train with, found in a few hundred steps from the initial weights, nearly whatever rate
-    the optimizer has now. Collective: call it on every replica, before training and before `warm_init`.
+    """The learning rate to train with, found in a few hundred steps from the present weights, nearly whatever rate
+    the optimizer has now. Everything is put back. Collective: call it on every replica, before training.
 
-    Two ramps of rising rates, each from the weights as they are and without optimizer state, are scored on one probe:
-    the coarse one from 1e-3 times the present rate upwards finds where the loss begins to fall, the fine one the
-    interval [lo, hi] in which it is low. The answer is factor * sqrt(lo hi). If losses are low over less than a 16-fold
-    range and then rise, the ramp was too fast to see all of that range: it counts as 16-fold, with a lower lo. All
-    groups are scaled alike.
+    Weights, buffers, gradients, modes, optimizer state, groups, hooks, random generators, the loader and its samplers
+    are afterwards bit for bit as before, also after an exception or Ctrl-C. `found.apply(optimizer, scheduler)` then
+    trains at the rate that was found.
 
-    Afterwards weights, buffers, gradients, modes, optimizer state, groups, hooks and random generators are bit for bit
-    as before, also after an exception. Meanwhile that costs a copy of the trained weights and buffers, a second
-    optimizer state, and for the first ramp a copy of frozen weights on the host; that of those which a forward pass
-    changes (a momentum encoder) is kept. A buffer that a forward pass makes or grows (a table of positions) stays.
-
-    The present rate of a group is its "max_lr" if a schedule such as OneCycleLR has put one there, then its
-    "initial_lr", then its "lr", so that the answer is a peak; OneCycleLR's momentum is the one it has at the peak.
-    GradScaler is not supported, nor is LBFGS.
+    The search costs a copy of the trained weights and buffers, a second optimizer state, the batches that it takes,
+    and for the first ramp a copy of frozen weights on the host. The present rate of a group is its "max_lr" if a
+    schedule such as OneCycleLR has put one there, then its "initial_lr", then its "lr", so that the answer is a peak;
+    all groups are scaled alike. LBFGS is not supported.
 
     Args:
         model: the model that is trained, wrapped in DistributedDataParallel where there are several replicas.
         optimizer: its optimizer, or several of them.
-        step_fn: `step_fn(index)`: forward and backward pass of this replica's training batch `index`, through the
-            wrapped model. The index lies in 0..427; the coarse ramp begins anywhere in 0..79 and goes round. The same
-            batch for the same index gives the same answer from every start. Gradients are cleared and the optimizer
-            steps here.
-        probe: what the weights are scored on; about four global batches. An iterable as its data moves on by one probe.
-        total_steps: the length of the training to come. For 2,000 steps the fine ramp has half as many steps as for
-            8,000 and more, and as many scores, and a narrow range counts as 10-fold; None is taken for long.
+        loader: this replica's batches: a DataLoader, a list, or any iterable that begins anew each time. The batches of
+            64 steps are taken and used in turn, and those of 4 more are scored; fewer where the loader ends before, or
+            where they would take more than 1 GiB of main memory (but at least two). They move to the model's device.
+        loss_fn: `loss_fn(model, batch)`: the mean loss of a batch, as in training, with the autocast that you train
+            with in it or around this call.
+        total_steps: optimizer steps of the training to come. Shorter runs get a shorter search; None counts as long.
+        accumulate: batches per optimizer step.
+        clip_grad_norm: the norm that gradients are clipped to, if they are.
+        scaler: the GradScaler that you train with, if any.
+        probe: what the weights are scored on, by default batches of the loader. Held-out data tell of overfitting.
+        step_fn: instead of `loader` and `loss_fn`, together with a probe: `step_fn(index)` does forward and backward
+            pass of this replica's batch `index` in 0..427. The same index must give the same batch.
+        progress: show a line on the terminal.
         outer_step: that of the training to come; a half allows higher rates.
-        factor: on sqrt(lo hi); by default 0.5, 1.0 with an outer step of 1/2 and with SGD whose losses are low over as
-            wide a range as a narrow one counts for, and less for less than 8,000 steps.
-        also: further objects with `state_dict()` and `load_state_dict()` that steps change, such as samplers.
+        factor: on the geometric middle of the low losses; by default what suits the optimizer and `total_steps`.
+        also: further objects with `state_dict()` and `load_state_dict()` that steps change, such as a moving average.
         replicas: who they are, as in `hdet.Ensemble`: a process group or a device mesh; by default all ranks.
 
     Warns if something speaks against the answer; `FoundRate.doubts` says what.
 
     Raises:
-        FindLRError: if the probe's loss is not finite or not positive, or does not fall at any rate.
-        ValueError: if the replicas hold different weights or rates.
+        FindLRError: if the loss is not finite or not positive, or does not fall at any rate.
+        TypeError, ValueError: for an argument that cannot work, and if the replicas hold different weights or rates.
         LostReplicaError: if another replica has failed; what it raised is quoted.
 
     >>> import torch
     >>> model = nn.Linear(2, 1)
-    >>> x, y = torch.eye(2), torch.tensor([[3.0], [5.0]])
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    >>> loader = [(torch.eye(2), torch.tensor([[3.0], [5.0]]))]
     >>> def loss_fn(model, batch):
     ...     return nn.functional.mse_loss(model(batch[0]), batch[1])
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    >>> found = find_lr(model, optimizer, lambda index: loss_fn(model, (x, y)).backward(),
-    ...                 probe=Probe(lambda index: [(x, y)], loss_fn))
+    >>> found = find_lr(model, optimizer, loader, loss_fn, total_steps=8000)
     >>> 0.03 < found.rate < 3
     True
     """
     with Agreement("hdet.find_lr", replicas):
-        if total_steps is not None:
-            check_count("total_steps", total_steps)
-        fine = Fine(total_steps)
-        factor = _check_factors(outer_step, factor)
         check_deepspeed(optimizer, model)
+        _check_count("total_steps", total_steps)
         optimizers = _optimizers(optimizer)
-        _check(probe, step_fn, also)
-        everyone = find_replicas(replicas)
-        bench = Bench(model, optimizers, step_fn, probe, also, everyone)
-        given = {"total_steps": total_steps, "outer_step": outer_step, "factor": factor, "probe": probe}
-        claim(fingerprint(given, optimizers, model))
-    everyone.arrive("hdet.find_lr")
-    try:
-        bench.require_agreement()
-        sgd = all(type(entry) is SGD for entry in optimizers)  # others may normalise their steps
-        found = _find(
-            bench, fine, lambda width: factor or default_factor(outer_step, fine, sgd_width=width if sgd else 1.0)
-        )
-    except FindLRError:
-        raise
-    except Exception as error:
-        lost = everyone.explain(error, bench.stepped_at, bench.wrappers)
-        if lost is None:
-            raise
-        raise lost from error
-    finally:
-        with deferred_interrupts():
-            bench.restore()
-            everyone.close()
-    if not found.sure:
-        warn(
-            f"the learning rate that was found, {found.rate:.3g}, is not sure: {'; '.join(found.doubts)}. Compare "
-            "short runs at 0.1, 1 and 10 times it"
-        )
-    return found
+        _check_also(also)
+        check_count("accumulate", accumulate, unit="batches")
+        given_step = _step_function(loader, loss_fn, step_fn)
+        if given_step is not None:
+            _check_step_function(given_step, probe, accumulate, clip_grad_norm, scaler)
+            assert probe is not None
+            work: Workload = StepFunction(model, given_step, probe)
+        else:
+            clip = _clip(clip_grad_norm, optimizers)
+            work = from_loader(model, loader, loss_fn, accumulate=accumulate, clip=clip, scaler=scaler, probe=probe)
+        search = Search(model, optimizers, work, total_steps, outer_step, factor, also, replicas, progress)
+        claim(search.claims({"probe": probe, "accumulate": accumulate, "clip_grad_norm": clip_grad_norm}))
+    return search.run()
 
 
-def _find(bench: Bench, fine: Fine, factor_of: Callable[[float], float]) -> FoundRate:
-    started = time.perf_counter()
-    start = bench.start
-    bench.rewind()
-    first = bench.score()
-    if not (math.isfinite(first) and first > 0):
-        raise FindLRError(
-            f"the probe's loss at the initial weights must be positive and finite, got {first}; check the weights and "
-            "the probe's loss_fn, and add a constant to a loss that can be negative"
-        )
-    coarse = Coarse()
-    first_curve = _ramp(bench, coarse, start, first)
-    half_way = coarse.half_way(first_curve, first)
-    if half_way is None:
-        raise no_rate(bench, first, [first_curve])
-    for lower in _LOWER:
-        second_curve = _ramp(bench, fine, half_way / lower, first)
-        interval = fine.interval(second_curve, first)
-        if interval is not None or not fine.began_too_high(second_curve):
-            break
-    if interval is None:
-        raise no_rate(bench, first, [first_curve, second_curve])
-    low, high = whole = fine.whole(interval, second_curve[-1][0])
-    factor = factor_of(interval[1] / interval[0])
-    rate = factor * math.sqrt(low * high)
-    seconds, stepping, probing = bench.clocks(time.perf_counter() - started, bench.step_seconds, bench.probe_seconds)
-    return FoundRate(
-        rate=rate,
-        scale=rate / start,
-        rates=tuple(tuple(value * rate / start for value in values) for values in bench.references),
-        interval=interval,
-        whole=whole,
-        factor=factor,
-        first_loss=first,
-        coarse=first_curve,
-        fine=second_curve,
-        steps=bench.steps,
-        samples=bench.samples,
-        cost=bench.steps * (1 + probing / stepping),
-        seconds=seconds,
-        doubts=doubts(first, first_curve, second_curve, fine, interval),
-    )
-
-
-def _ramp(bench: Bench, stage: Coarse | Fine, start: float, first: float) -> Curve:
-    """The curve of a ramp from `start` on.
+def from_loader(
+    model: nn.Module,
+    loader: Any,
+    loss_fn: Any,
+    *,
+    accumulate: int = 1,
+    clip: Callable[[], object] | None = None,
+    scaler: GradScaler | None = None,
+    probe: Probe | None = None,
+) -> Batches:
+    """The batches that a search takes from a loader. The loader is as before.
 
     Raises:
-        FindLRError: if a batch's gradient is not finite at any rate: what follows would count as a rate too high.
+        TypeError, ValueError: for a loader that is empty or cannot be read twice, and for what is no loss_fn.
     """
-    curve = bench.ramp(stage.ramp(start), stage.every, lambda curve: stage.over(curve, first))
-    bad = bench.bad_batch()
-    if bad is not None:
-        raise FindLRError(
-            f"batch {bad} gives a gradient that is not finite, at the initial weights too; check the data and the loss "
-            "of that batch, or leave it out in step_fn"
-        )
-    return curve
+    check_loader(loader)
+    check_loss_fn(loss_fn)
+    if probe is not None:
+        _check_probe(probe)
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+    kept = read(loader, (TAKEN + 4) * accumulate, MEMORY)
+    return Batches(model, loss_fn, kept, accumulate=accumulate, clip=clip, scaler=scaler, probe=probe)
 
 
 def _optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -204,19 +187,50 @@ def _optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     return found
 
 
-def _check_factors(outer_step: float, factor: float | None) -> float | None:
-    check_number("outer_step", outer_step, Rule(lambda x: 0 < x <= 1, "lie in (0, 1]", "outer_step=0.5"))
-    if factor is None:
-        return None
-    check_number("factor", factor, Rule(lambda x: 0 < x < math.inf, "be positive and finite", "factor=0.5"))
-    return float(factor)
+def _check_count(name: str, value: int | None) -> None:
+    if value is not None:
+        check_count(name, value)
 
 
-def _check(probe: object, step_fn: object, also: Sequence[Any]) -> None:
-    if not isinstance(probe, Probe):
-        raise TypeError(f"probe must be an hdet.Probe, got {type(probe).__name__}; write Probe(data, loss_fn)")
-    if not callable(step_fn):
-        raise TypeError(f"step_fn must be a function of the batch's index, got {step_fn!r}")
+def _check_also(also: Sequence[Any]) -> None:
     for entry in also:
         if not (hasattr(entry, "state_dict") and hasattr(entry, "load_state_dict")):
             raise TypeError(f"also must hold objects with state_dict and load_state_dict, got {type(entry).__name__}")
+
+
+def _step_function(loader: Any, loss_fn: Any, step_fn: Any) -> Callable[[int], Any] | None:
+    """The function that does forward and backward pass, where one was given in place of loader and loss_fn."""
+    if step_fn is not None:
+        if loader is not None or loss_fn is not None:
+            raise TypeError("step_fn replaces loader and loss_fn; give step_fn and probe, or loader and loss_fn")
+        if not callable(step_fn):
+            raise TypeError(f"step_fn must be a function of the batch's index, got {step_fn!r}")
+        return cast(Callable[[int], Any], step_fn)
+    if loss_fn is None and callable(loader) and not isinstance(loader, Iterable):
+        return cast(Callable[[int], Any], loader)
+    if loss_fn is None:
+        raise TypeError(
+            f"loss_fn must be given beside a loader, got loader={type(loader).__name__} and no loss_fn; write for "
+            "example find_lr(model, optimizer, loader, lambda model, batch: cross_entropy(model(batch[0]), batch[1]))"
+        )
+    return None
+
+
+def _check_step_function(step_fn: Any, probe: Any, accumulate: int, clip: Any, scaler: Any) -> None:
+    for name, value, none in (("accumulate", accumulate, 1), ("clip_grad_norm", clip, None), ("scaler", scaler, None)):
+        if value != none:
+            raise TypeError(f"{name} goes with loader and loss_fn; with step_fn, do it there")
+    _check_probe(probe)
+
+
+def _check_probe(probe: Any) -> None:
+    if not isinstance(probe, Probe):
+        raise TypeError(f"probe must be an hdet.Probe, got {type(probe).__name__}; write Probe(data, loss_fn)")
+
+
+def _clip(norm: float | None, optimizers: Sequence[Optimizer]) -> Callable[[], object] | None:
+    if norm is None:
+        return None
+    check_number("clip_grad_norm", norm, Rule(lambda x: 0 < x < math.inf, "be positive and finite", "1.0"))
+    trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    return partial(clip_grad_norm_, trained, float(norm))

@@ -32,6 +32,7 @@ class FoundRate:
             replicas' clocks.
         seconds: how long it took, a mean too.
         doubts: what speaks against the answer, in words; empty if nothing does. `find_lr` has warned of it.
+        total_steps: optimizer steps of the training that it is for, as given.
     """
 
     rate: float
@@ -48,6 +49,7 @@ class FoundRate:
     cost: float
     seconds: float
     doubts: tuple[str, ...] = ()
+    total_steps: int | None = None
 
     @property
     def sure(self) -> bool:

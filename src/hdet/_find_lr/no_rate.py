@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hdet._find_lr.decisions import Curve, rises_for_good
-from hdet._find_lr.trial import Bench
+from hdet._find_lr.trial import Trial
 
 _UNCHANGED = {
     True: "the weights did: the probe's loss_fn must use the model that it is given",
@@ -23,17 +23,17 @@ class FindLRError(RuntimeError):
         self.worse_above = worse_above
 
 
-def no_rate(bench: Bench, first: float, curves: list[Curve]) -> FindLRError:
+def no_rate(trial: Trial, first: float, curves: list[Curve]) -> FindLRError:
     """The error for curves without a fall that counts. Called where the last ramp has ended, on all replicas.
 
     Args:
-        bench: with the weights as the last ramp has left them.
+        trial: with the weights as the last ramp has left them.
         first: the loss before the first step.
         curves: of all ramps.
     """
     points = [point for curve in curves for point in curve]
     rates = f"learning rates from {min(points)[0]:.3g} to {max(points)[0]:.3g}"
-    trains_the_model, moved = bench.effect()
+    trains_the_model, moved = trial.effect()
     if not trains_the_model:
         return FindLRError(
             "the optimizer holds no parameter of the model that the probe scores, so the probe's loss, "

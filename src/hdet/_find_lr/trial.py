@@ -13,16 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hdet._find_lr.decisions import Curve
-from hdet._probe.probe import Probe
+from hdet._find_lr.workload import Workload
+from hdet._hooks import innermost
 from hdet._replicas import Replicas
-from hdet._tensors.restore import Frozen, Generators, Modules, OptimizerState, Others, Weights, without_autocast
+from hdet._tensors.attributes import Attributes, modules_of_users
+from hdet._tensors.restore import Frozen, Generators, Modules, OptimizerState, Others, Weights
 from hdet._tensors.shards import reshard
 from hdet._user_warning import warn
 
-_PROBE = 0  # the index of the one probe that everything is scored on
 
-
-class Bench:
+class Trial:
     """The model and its optimizers under test: steps, scores, and everything as it was.
 
     Attributes:
@@ -37,10 +37,10 @@ class Bench:
         self,
         model: nn.Module,
         optimizers: list[Optimizer],
-        step_fn: Callable[[int], Any],
-        probe: Probe,
+        workload: Workload,
         also: Sequence[Any],
         replicas: Replicas,
+        watch: Callable[[int, float], object] = lambda steps, rate: None,
     ) -> None:
         self.references = [[_reference(group) for group in o.param_groups] for o in optimizers]
         self.start = next((rate for rates in self.references for rate in rates if rate > 0), 0.0)
@@ -50,10 +50,11 @@ class Bench:
         self._suspects: list[int] = []  # the batches before the first score of a ramp that was not finite
         self.stepped_at = time.monotonic()
         self.step_seconds = self.probe_seconds = 0.0
-        self._model, self._optimizers, self._step_fn = model, optimizers, step_fn
-        self._probe, self._replicas = probe, replicas
+        self._model, self._optimizers, self._workload = model, optimizers, workload
+        self._replicas, self._watch = replicas, watch
         self._generators = Generators()
         self._modules = Modules(model)
+        self._attributes = Attributes(modules_of_users(innermost(model)))
         reshard(model)  # while whole weights are gathered its parameters are others
         trained = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         self._device = trained[0].device
@@ -74,6 +75,10 @@ class Bench:
         """What shares the gradients."""
         return [module for module, *_ in self._ddp]
 
+    def prepare(self) -> None:
+        """Let the workload meet the others. Collective."""
+        self._workload.prepare(self._replicas, self._device)
+
     def require_agreement(self, when: str = "") -> None:
         """All replicas must hold the same weights and rates: each scores a part of the probe."""
         rates = [rate for rates in self.references for rate in rates]
@@ -93,12 +98,14 @@ class Bench:
         """Back to the start of a ramp: no optimizer state, no gradients, nobody's hooks."""
         self._generators.restore()
         self._modules.restore()
+        self._attributes.restore()
         reshard(self._model)
         self._weights.rewind()
         if self.steps:
             self._frozen.settle()
         self._frozen.restore()
         self._others.restore()
+        self._workload.rewind()
         for optimizer, state in zip(self._optimizers, self._states, strict=True):
             state.restart()
             for group in optimizer.param_groups:
@@ -113,6 +120,8 @@ class Bench:
         for state in self._states:
             state.restore()
         self._modules.restore()
+        self._attributes.restore()
+        self._workload.rewind()
         for module, forward, backward in self._ddp:
             module.require_forward_param_sync, module.require_backward_grad_sync = forward, backward
         try:
@@ -122,8 +131,8 @@ class Bench:
             self._generators.restore()  # last: the others may draw
         if not self._frozen.all_restored():
             warn(
-                "find_lr has left parameters changed that no optimizer trains: step_fn changed them in the second ramp "
-                "only; pass the module that holds them in also="
+                "find_lr has left parameters changed that no optimizer trains: the second ramp changed them, and the "
+                "first had not; pass the module that holds them in also="
             )
 
     def ramp(self, steps: Sequence[tuple[int, float]], every: int, over: Callable[[Curve], bool]) -> Curve:
@@ -136,7 +145,7 @@ class Bench:
         for number, (index, rate) in enumerate(steps):
             self._step(index, rate)
             if self.steps == 1:
-                self.require_agreement(" after one step; step_fn must go through the wrapper that shares the gradients")
+                self.require_agreement(" after one step; train the model in the wrapper that shares the gradients")
             if (number + 1) % every == 0:
                 curve.append((rate, self.score()))
                 if not (self._suspects or math.isfinite(curve[-1][1])):
@@ -173,7 +182,7 @@ class Bench:
         """The probe's loss, the same float on every replica."""
         self._wait()
         started = time.perf_counter()
-        parts = self._replicas.gather(self._probe.share(self._model, _PROBE, self._replicas))
+        parts = self._replicas.gather(self._workload.share(self._replicas))
         self.probe_seconds += time.perf_counter() - started
         weight = sum(row[1] for row in parts)
         self.samples += round(weight)
@@ -188,21 +197,21 @@ class Bench:
         self._weights.clear_gradients()
         watched = [optimizer.register_step_pre_hook(_refuse_step) for optimizer in self._optimizers]
         try:
-            self._step_fn(index)
+            self._workload.backward(index)
         finally:
             for handle in watched:
                 handle.remove()
 
     def _step(self, index: int, rate: float) -> None:
         started, self.stepped_at = time.perf_counter(), time.monotonic()
+        self._watch(self.steps, rate)
         self._backward(index)
         if not self.steps and not self._weights.have_gradients():
-            raise ValueError("step_fn must call backward() on its loss, but no parameter has a gradient after it")
+            raise ValueError(self._workload.without_gradients)
         for optimizer, references in zip(self._optimizers, self.references, strict=True):
             for group, reference in zip(optimizer.param_groups, references, strict=True):
                 _put_rate(group, reference * (rate / self.start))
-            with without_autocast(self._device):  # as in training, where steps are outside of it
-                optimizer.step()
+        self._workload.step(self._optimizers)
         torch.clear_autocast_cache()  # the caller's autocast would keep the casts of the old weights until it ends
         self.steps += 1
         self.step_seconds += time.perf_counter() - started
@@ -217,8 +226,8 @@ class Bench:
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     raise ValueError(
-        f"step_fn must not take a step, but it called {type(optimizer).__name__}.step(): the steps are taken here, at "
-        "the rates that are tried; let it end with backward()"
+        f"a search takes its own steps, at the rates that it tries, but what it was given called "
+        f"{type(optimizer).__name__}.step(): let step_fn end with backward(), or loss_fn return the loss"
     )
 
 

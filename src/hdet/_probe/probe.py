@@ -72,7 +72,7 @@ class Probe:
         held_out: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        _check_loss_fn(loss_fn)
+        check_loss_fn(loss_fn)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed must be an int, got {seed!r}; write for example seed=0")
         if batches is not None:
@@ -112,6 +112,10 @@ class Probe:
         """
         return self._add_up(model, index, replicas, replicas.rank, replicas.size)
 
+    def sums(self, model: nn.Module, index: int) -> Tensor:
+        """(sum of n_c loss_c, sum of n_c) of all chunks, of a probe whose samples are this replica's own."""
+        return self._add_up(model, index, None, 0, 1)
+
     @torch.no_grad()
     def _add_up(self, model: nn.Module, index: int, replicas: Replicas | None, first: int, step: int) -> Tensor:
         started = time.perf_counter()
@@ -124,7 +128,7 @@ class Probe:
                 for number in range(first, len(chunks), step):
                     batch, samples = chunks[number].load()
                     with seeded(counter_seed(self._seed, index, number, "loss")):
-                        loss = _check_loss(self._call(inner, batch))
+                        loss = check_loss(self._call(inner, batch))
                     sums[0] += loss.to(device, torch.float64) * samples
                     sums[1] += samples
                     self.samples += samples
@@ -151,7 +155,7 @@ class Probe:
         return self._chunks
 
 
-def _check_loss_fn(loss_fn: object) -> None:
+def check_loss_fn(loss_fn: object) -> None:
     """Raise for what is no function of a model and a batch: a loss of outputs and targets is the likeliest mistake."""
     must = "loss_fn must be a function of (model, batch)"
     if not callable(loss_fn):
@@ -173,11 +177,17 @@ def _check_loss_fn(loss_fn: object) -> None:
         raise TypeError(f"{must}, got one with the arguments {signature}; {_WRITE}") from error
 
 
-def _check_loss(loss: Any) -> Tensor:
+def check_loss(loss: Any) -> Tensor:
+    """The mean loss of a batch.
+
+    Raises:
+        TypeError: if it is no tensor with one element.
+    """
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
-        return loss.detach().reshape(())
+        return loss.reshape(())
     got = f"shape {tuple(loss.shape)} of {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
-    raise TypeError(f"loss_fn must return the mean loss of the batch, a tensor with one element, got {got}")
+    write = {"dict": '; write return loss["loss"]', "tuple": "; return the loss alone"}.get(type(loss).__name__, "")
+    raise TypeError(f"loss_fn must return the mean loss of the batch, a tensor with one element, got {got}{write}")
 
 
 @contextmanager

@@ -182,22 +182,6 @@ def check_buffers(explored: Sequence[Hyperparameter], model: nn.Module | None) -
             )
 
 
-def check_all_rates(hyperparameters: Sequence[Hyperparameter], optimizers: Sequence[Optimizer]) -> None:
-    """Raise if a rate that is found would not reach every parameter group."""
-    reached = {
-        id(group)
-        for h in hyperparameters
-        if isinstance(h, InGroups) and h.key == "lr"
-        for optimizer in h.optimizers
-        for group in h.groups(optimizer)
-    }
-    if any(id(group) not in reached for optimizer in optimizers for group in optimizer.param_groups):
-        raise ValueError(
-            "prepare() finds one rate for all parameter groups, but some are not among the hyperparameters; explore "
-            "them all: hdet.learning_rate([optimizer, ...], spread=...)"
-        )
-
-
 def check_line_search(controller: Controller, explored: Sequence[Hyperparameter]) -> None:
     """Raise if a line search is to move something else than a learning rate."""
     other = [h.name for h in explored if not (isinstance(h, InGroups) and h.key == "lr")]

@@ -106,11 +106,12 @@ def warn_of_outer_step(averaging: Averaging, interval: int, total_steps: int | N
         )
 
 
-def warn_not_prepared() -> None:
+def warn_not_searched() -> None:
     """Warn that a rate was to be found before the first step."""
     warn(
-        "Auto finds the learning rate before the first step in a long run or with one replica, but prepare() was not "
-        "called: call ensemble.prepare(step_fn); or, if you know the rate, write controller=hdet.Auto(finds=False)"
+        "Auto finds the learning rate before the first step in a long run or with one replica, but find_lr() was not "
+        "called: call ensemble.find_lr(loader, loss_fn, scheduler=scheduler); or, if you know the rate, write "
+        "controller=hdet.Auto(finds=False)"
     )
 
 

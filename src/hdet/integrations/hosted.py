@@ -12,10 +12,15 @@ from typing import Any
 
 from torch import nn
 
-from hdet._arguments import check_names
+from hdet._arguments import check_flag, check_names
 from hdet._explore.hyperparameter import Hyperparameter
+from hdet._find_lr.found_rate import FoundRate
+from hdet._find_lr.no_rate import FindLRError
+from hdet._find_lr.search import Search
+from hdet._find_lr.workload import Workload
 from hdet._hooks import unwrap
 from hdet._options.averaging import Averaging
+from hdet._replicas.agreement import Agreement, claim
 from hdet._run.settings import instead
 from hdet._user_warning import warn
 from hdet.ensemble import Ensemble
@@ -34,14 +39,19 @@ class Hosted:
         hyperparameters: what to explore, or a function that is given the optimizer (a list, if there are several) and
             returns it; by default one joint learning rate.
         options: the other arguments of `hdet.Ensemble`.
+        finds: whether the learning rate is found before the first step.
 
     Attributes:
         ensemble: the ensemble, from the start of the loop on.
+        found: what was found before the first step.
     """
 
-    def __init__(self, hyperparameters: Given, options: Mapping[str, Any]) -> None:
+    def __init__(self, hyperparameters: Given, options: Mapping[str, Any], finds: bool = False) -> None:
         _check_options(options)
+        check_flag("find_lr", finds)
         self.ensemble: Ensemble | None = None
+        self.found: FoundRate | None = None
+        self.finds = finds
         self._hyperparameters, self._options = hyperparameters, dict(options)
         self._beside: Beside | None = None
         self._average: AbstractContextManager[None] | None = None
@@ -56,6 +66,44 @@ class Hosted:
         """What the user said."""
         steps: int | None = self._options.get("total_steps")
         return steps
+
+    def search(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Any],
+        schedulers: Sequence[Any],
+        make_work: Callable[[], Workload],
+        total_steps: int | None,
+        scheduler_steps: int | None = None,
+    ) -> dict[str, float]:
+        """Find the learning rate and let it take effect; collective, before `start()`.
+
+        Where none is found the run keeps its own, with a warning.
+
+        Args:
+            model: as it is called in training.
+            optimizers: those that step together.
+            schedulers: theirs, in the same order; None for an optimizer without one.
+            make_work: makes what is trained and scored; what it raises is raised on all replicas.
+            total_steps: optimizer steps of the loop, if known.
+            scheduler_steps: how often a scheduler steps in it; by default as often as the optimizer.
+
+        Returns:
+            What loggers are told.
+        """
+        inner = [unwrap(optimizer) for optimizer in optimizers]
+        averaging: Averaging = self._options.get("averaging") or Averaging()
+        where = self._options.get("replicas")
+        with Agreement("the search for the learning rate", where):
+            search = Search(model, inner, make_work(), total_steps, min(averaging.gain, 1.0), replicas=where)
+            claim(search.claims({}))
+        try:
+            self.found = search.run()
+        except FindLRError as error:
+            warn(f"no learning rate was found, so the run keeps its own: {error}")
+            return {}
+        self.found.apply(inner, list(schedulers), steps=scheduler_steps)
+        return {f"hdet/search/{name}": float(getattr(self.found, name)) for name in ("rate", "scale", "cost", "sure")}
 
     def start(
         self,
@@ -91,6 +139,7 @@ class Hosted:
         averaging: Averaging | None = options.get("averaging")
         followers = () if averaging is None else averaging.followers
         self.ensemble = Ensemble(inner, given, model=model, **options)
+        self.ensemble.found = self.found
         # Nobody can forget to call step() here, and one batch of a host may be many optimizer steps.
         self.ensemble.engine.run.values.fan_out.patience = math.inf
         self._beside = Beside(self.ensemble, {"ensemble": self.ensemble}, own)
