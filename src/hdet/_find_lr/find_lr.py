@@ -113,7 +113,10 @@ def find_lr(
         bench.require_agreement()
         sgd = all(type(entry) is SGD for entry in optimizers)  # others may normalise their steps
         found = _find(
-            bench, fine, lambda width: factor or default_factor(outer_step, fine, sgd_width=width if sgd else 1.0)
+            bench,
+            fine,
+            lambda width: factor or default_factor(outer_step, fine, sgd_width=width if sgd else 1.0),
+            total_steps,
         )
     except FindLRError:
         raise
@@ -134,7 +137,7 @@ def find_lr(
     return found
 
 
-def _find(bench: Bench, fine: Fine, factor_of: Callable[[float], float]) -> FoundRate:
+def _find(bench: Bench, fine: Fine, factor_of: Callable[[float], float], total_steps: int | None) -> FoundRate:
     started = time.perf_counter()
     start = bench.start
     bench.rewind()
@@ -175,6 +178,7 @@ def _find(bench: Bench, fine: Fine, factor_of: Callable[[float], float]) -> Foun
         cost=bench.steps * (1 + probing / stepping),
         seconds=seconds,
         doubts=doubts(first, first_curve, second_curve, fine, interval),
+        total_steps=total_steps,
     )
 
 
