@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -242,7 +243,9 @@ class OneCycleAutoLR(OneCycleLR):
             self.ensemble.load_state_dict(ensemble)
         else:
             self.ensemble.start_from(schedule["last_epoch"])
+        before = self.base_lrs
         super().load_state_dict(schedule)
+        self._rates_multiplied([_ratio(new, old) for new, old in zip(self.base_lrs, before, strict=True)])
 
     def __repr__(self) -> str:
         """One line, mostly the ensemble's."""
@@ -259,6 +262,20 @@ class OneCycleAutoLR(OneCycleLR):
         finally:
             self.last_epoch = now
 
+    def _without_ensemble(self, memo: dict[int, Any]) -> None:
+        """Put a copy that is only the schedule into `memo` of a deepcopy."""
+        memo[id(self)] = alone = object.__new__(type(self))
+        left_out = {"ensemble", "_ready", "_rates"}
+        vars(alone).update({key: deepcopy(value, memo) for key, value in vars(self).items() if key not in left_out})
+        if self.ensemble.replicas.size == 1:
+            alone._decay = None
+
+    def _rates_multiplied(self, ratios: list[float]) -> None:
+        """The floors of the ensemble's rates go along with the schedule."""
+        for rate, ratio in zip(self._rates, ratios, strict=True):
+            if ratio != 1:
+                object.__setattr__(rate, "floor", rate.floor * ratio)
+
     def _check_launched(self) -> None:
         if self._world_size > 1 and self.ensemble.replicas.size == 1:
             raise RuntimeError(
@@ -269,6 +286,10 @@ class OneCycleAutoLR(OneCycleLR):
 
 # Arguments, which the constructor gets again, and what is saved in another form.
 _NOT_SAVED = {"ensemble", "_ready", "_rates", "_decay", "_world_size"}
+
+
+def _ratio(new: float | Tensor, old: float | Tensor) -> float:
+    return float(new) / float(old) if float(old) > 0 else 1.0
 
 
 class _GeometricDecay:

@@ -95,7 +95,7 @@ def result_of(options: RunOptions, task: Task, peak_lr: float, found: FoundRate)
     """What is in find_lr.json: what was found, from a start of `peak_lr`."""
     copied = {name: getattr(options, name) for name in ("task", "size", "seed", "replicas", "optimizer")}
     result: dict[str, Any] = strict(
-        {**copied, "peak_lr": peak_lr, "total_steps": task.steps, **strict(found), "sure": found.sure}
+        {**copied, "peak_lr": peak_lr, **strict(found), "total_steps": task.steps, "sure": found.sure}
     )
     return result
 

@@ -9,6 +9,8 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
+from hdet._find_lr.apply import apply_rates
+
 _LINE = 105  # characters above the picture
 
 
@@ -71,6 +73,44 @@ class FoundRate:
             f"{high:.3g}{narrow}; {self.steps} steps, {self.seconds:.1f} s, as much as {self.cost:.0f} steps of "
             f"training{unsure}"
         )
+
+    def apply(self, optimizer: Any, scheduler: Any = None, *, steps: int | None = None) -> FoundRate:
+        """Train at the found rate: the whole schedule keeps its shape, and its peak becomes `rates`, group by group.
+
+        Call it on every replica, before training; the scheduler may be older or younger than the search. Every rate in
+        the parameter groups and in the scheduler is multiplied by one factor per group (`lr`, `initial_lr`, `max_lr`,
+        `base_lrs`, `eta_min`, ...), so loggers, `get_last_lr()` and checkpoints show the schedule that is trained with.
+        Where the groups' factors differ, a floor that they share, such as `eta_min`, stays as it is.
+
+        The peak is the highest rate from the present step on. It is found on a copy of the scheduler, which is given a
+        constant loss if it wants one, and checked on another copy before anything is written.
+
+        Args:
+            optimizer: what `find_lr` was given, or what Accelerate has made of it.
+            scheduler: its scheduler, for several optimizers a list with None for those without one. Required if there
+                is one, because it would undo the rate.
+            steps: how often `scheduler.step()` is called in the run. By default the search's `total_steps`, then the
+                scheduler's, then 1000; at most 100,000 are looked at.
+
+        Returns:
+            Itself: `found = hdet.find_lr(...).apply(optimizer, scheduler)`.
+
+        Raises:
+            TypeError: for what is no optimizer or no scheduler.
+            ValueError: if the rate was found for other optimizers or groups, if a schedule is there but no scheduler is
+                given, if its peak is 0 or not known, or if the scheduler holds a rate that cannot be multiplied. The
+                message says what to write. Nothing is changed then.
+
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
+        >>> scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100, eta_min=1e-5)
+        >>> found = FoundRate(0.1, 100.0, ((0.1,),), (0.1, 0.4), (0.1, 0.4), 0.5, 2.0, [], [], 10, 10, 10.0, 1.0)
+        >>> found = found.apply(optimizer, scheduler, steps=100)
+        >>> print(*(f"{rate:.3g}" for rate in (*scheduler.get_last_lr(), scheduler.eta_min)))
+        0.1 0.001
+        """
+        apply_rates(self.rates, self.total_steps, optimizer, scheduler, steps)
+        return self
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw both curves, the rate that was found and how it follows from them into a file.
