@@ -192,6 +192,6 @@ def test_a_short_run_in_one_process_ends_well(in_process):
 
 
 def test_a_search_that_was_not_made_is_missed():
-    with pytest.warns(UserWarning, match="one replica, but prepare"):
+    with pytest.warns(UserWarning, match="one replica, but find_lr"):
         _, lost = problem(False)
     assert lost > 0.5

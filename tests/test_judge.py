@@ -318,11 +318,11 @@ def found_before_the_run():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert o.param_groups[0]["lr"] == pytest.approx(found.rate)
     assert found.scale == pytest.approx(found.rate / 1e-3)
-    assert ensemble.find_lr(step).rate == pytest.approx(found.rate, rel=0.1)  # a cell of a notebook is run again
+    assert ensemble.find_lr(step).rate == pytest.approx(found.rate, rel=0.25)  # a cell of a notebook is run again
     assert ensemble.scales["learning_rate"] == 1.0  # what is trained is what the groups show
     train(model, o, ensemble, 25)
     finding = seen[-1].hyperparameters["learning_rate"].finding
-    assert finding == "learning_rate: x1.00, not explored"
+    assert finding == "learning_rate: not explored"
     with ensemble.consensus():
         assert loss_fn(model, (X, Y)).item() < 0.5
     with pytest.raises(ValueError, match=r"find_lr\(\) comes before the first step, got 25 steps"):
@@ -344,7 +344,10 @@ def test_auto_finds_the_rate_before_a_long_run():
 
 def test_the_search_does_not_depend_on_the_controller():
     def short():
-        _, o, ensemble, _ = make(controller=hdet.controllers.Fixed(), probe=None, total_steps=200, interval=5)
+        torch.manual_seed(0)
+        model = hdet.data_parallel(nn.Linear(3, 1))
+        o = optim.SGD(model.parameters(), lr=1e-3)
+        ensemble = hdet.Ensemble(o, total_steps=200, interval=5, model=model)
         found = ensemble.find_lr([(X, Y)], loss_fn)
         assert o.param_groups[0]["lr"] == pytest.approx(found.rate)
         assert ensemble.found is found

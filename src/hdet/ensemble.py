@@ -185,7 +185,8 @@ class Ensemble:
         if loss_fn is None and isinstance(given.probe, Probe):
             options = {"probe": given.probe, **options}
         with self.engine.phase(GradientSharing).sharing():
-            found: FoundRate = find_lr(
+            search: Any = find_lr  # either of its forms
+            found: FoundRate = search(
                 given.model, given.optimizers, loader, loss_fn, total_steps=self.total_steps,
                 outer_step=min(given.averaging.gain, 1.0), replicas=given.replicas, **options,
             )  # fmt: skip
