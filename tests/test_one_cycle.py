@@ -501,3 +501,72 @@ def test_fan_out_from_the_first_step_without_a_loss_and_a_converge_at_the_last(c
     assert not torch.equal(a[0], b[0])
     assert not torch.equal(a[8], b[8])
     assert torch.equal(a[9], b[9])
+
+
+# max_lr="auto"
+
+
+def searched(size=1, **options):
+    """A run that finds its rate in the constructor; what it found, and the rates of its steps by group."""
+    here = hdet.find_replicas()
+    torch.manual_seed(0)
+    model = hdet.data_parallel(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)))
+    first, rest = list(model.parameters())[:2], list(model.parameters())[2:]
+    o = torch.optim.AdamW([{"params": first}, {"params": rest, "lr": 4e-6}], lr=1e-6)
+    x = torch.randn(64, 3, generator=torch.Generator().manual_seed(here.rank))
+    loader = [(x[k : k + 16], x[k : k + 16].sum(1, keepdim=True).sin()) for k in range(0, 64, 16)]
+
+    def loss_fn(model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    before = [p.detach().clone() for p in model.parameters()]
+    s = OneCycleAutoLR(
+        o, max_lr="auto", total_steps=30, model=model, loader=loader, loss_fn=loss_fn, **options
+    )  # fmt: skip
+    assert all(map(torch.equal, before, model.parameters()))
+    rates = []
+    for step in range(30):
+        rates.append([group["lr"] for group in o.param_groups])
+        assert s.get_last_lr() == rates[-1]
+        loss = loss_fn(model, loader[step % 4])
+        loss.backward()
+        o.step()
+        o.zero_grad()
+        s.step(loss)
+    return s.ensemble.found.rates[0], rates
+
+
+def test_auto_finds_the_peak_in_the_constructor_and_shows_it():
+    (found, rates), *others = [*hdet.in_process(searched, 1), *hdet.in_process(searched, 1)]
+    assert others == [(found, rates)]
+    assert found[1] == pytest.approx(4 * found[0])
+    assert found[0] > 1e-4
+    assert [max(column) for column in zip(*rates, strict=True)] == pytest.approx(found)
+    assert rates[0] == pytest.approx([rate / 25 for rate in found])
+
+
+def test_auto_on_several_replicas_with_a_spread():
+    options = {"ensemble_lr_spread_ratio": 0.3, "model_sync_interval": 5}
+    (found, rates), again = hdet.in_process(lambda: searched(**options), 2)
+    assert again == (found, rates)  # between steps the groups hold the schedule
+    assert max(row[0] for row in rates) == pytest.approx(found[0])
+
+
+@pytest.mark.parametrize("left_out", ["model", "loader", "loss_fn"])
+def test_auto_says_what_it_lacks(left_out):
+    o = optimizer()
+    given = {"model": nn.Linear(2, 1), "loader": [torch.ones(2)], "loss_fn": lambda model, batch: model(batch).sum()}
+    del given[left_out]
+    with pytest.raises(ValueError, match=f'max_lr="auto" needs model, loader and loss_fn, and there is no {left_out}'):
+        OneCycleAutoLR(o, "auto", total_steps=10, **given)
+    with pytest.raises(ValueError, match=r"loader is for max_lr=\"auto\", got max_lr=0.1; leave it out"):
+        OneCycleAutoLR(o, 0.1, total_steps=10, loader=[torch.ones(2)])
+    with pytest.raises(TypeError, match="max_lr must be a number and be at least 0 and finite, got 'car'"):
+        OneCycleAutoLR(o, "car", total_steps=10)
+
+
+def test_a_rate_that_was_found_keeps_the_ratios_of_the_groups():
+    o = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": 1.0}, {"params": [torch.zeros(1)], "lr": 3.0}])
+    found = hdet.FoundRate(0.1, 0.1, ((0.1, 0.3),), (0.1, 0.4), (0.1, 0.4), 0.5, 2.0, [], [], 10, 10, 10.0, 1.0)
+    OneCycleAutoLR(o, found, total_steps=10)
+    assert [group["max_lr"] for group in o.param_groups] == [0.1, 0.3]

@@ -5,11 +5,13 @@ The published argument names are translated into this library's words here and n
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -30,7 +32,9 @@ from hdet.controllers import Fixed, Softmax
 from hdet.controllers.softmax import RULES
 from hdet.ensemble import Ensemble
 
+P = ParamSpec("P")
 Decay = Literal["one_cycle", "geometric"]
+_AUTO = "auto"
 _FREE = ("averaging", "safety", "replicas", "seed", "observe_only", "on_round")
 """The arguments of `hdet.Ensemble` that the scheduler leaves to the user."""
 _INSTEAD = {
@@ -38,7 +42,10 @@ _INSTEAD = {
     **{name: f'ensemble={{"{name}": ...}}' for name in _FREE},
     **dict.fromkeys(("probe", "gradients", "design"), "hdet.Ensemble(...) beside torch's OneCycleLR"),
     "auto_lr_decay": "decay=...",
-    "auto_lr_max_scale": "max_scale=...",
+    **dict.fromkeys(
+        ("max_scale", "auto_lr_max_scale"),
+        "hdet.Ensemble(..., controller=hdet.controllers.Softmax(max_scale=...)) beside torch's OneCycleLR",
+    ),
     "controller": "enable_auto_lr=True",
     "hyperparameters": "ensemble_lr_spread_ratio=1/9",
     "interval": "model_sync_interval=100",
@@ -49,6 +56,20 @@ _INSTEAD = {
 }
 
 
+def _searching(init: Callable[P, None]) -> Callable[P, None]:
+    """Make a constructor find the rate where it is to: with `max_lr="auto"`, once all replicas have a scheduler."""
+
+    @functools.wraps(init)
+    def within(*args: P.args, **kwargs: P.kwargs) -> None:
+        init(*args, **kwargs)
+        given = inspect.signature(init).bind(*args, **kwargs).arguments
+        scheduler = given["self"]
+        if isinstance(given["max_lr"], str) and scheduler.last_epoch <= 0:  # else the optimizer has the rates
+            scheduler.ensemble.find_lr(given["loader"], given["loss_fn"], scheduler=scheduler)
+
+    return within
+
+
 class OneCycleAutoLR(OneCycleLR):
     """OneCycleLR whose replicas fan out around it, converge, and steer it by their losses.
 
@@ -57,7 +78,8 @@ class OneCycleAutoLR(OneCycleLR):
     are averaged. With `enable_auto_lr` the losses given to `step(loss)` move the rates (`hdet.controllers.Softmax`).
 
     Args:
-        optimizer, max_lr, ..., last_epoch: as in torch's OneCycleLR.
+        optimizer, max_lr, ..., last_epoch: as in torch's OneCycleLR. `max_lr` may also be what `hdet.find_lr` has
+            found, or "auto": then it is found here, from the model, the loader and the loss_fn.
         auto_lr_warmup_steps: steps before the losses begin to move the rates.
         ensemble_lr_spread_ratio: the spread, in [0, 1): rates from 1 - spread to 1 + spread times the center.
         model_sync_interval: the interval, in optimizer steps, between converges.
@@ -67,9 +89,10 @@ class OneCycleAutoLR(OneCycleLR):
         lr_of_lr: how much of the velocity is taken each round.
         momentum_of_lr: how much of the velocity is kept each round, in [0, 1).
         model: as in `hdet.Ensemble`.
+        loader, loss_fn: for max_lr="auto", as in `hdet.find_lr`; the groups' present rates only say how they relate.
+            Where gradients are accumulated, clipped or scaled, write `max_lr=hdet.find_lr(...)`, which can be told.
         decay: what the rates follow without a signal once the losses move them: "one_cycle", the schedule itself, or
             "geometric", a constant factor per round down to OneCycleLR's last rate.
-        max_scale: the losses move a rate to at most this many times the schedule.
         ensemble: other arguments of `hdet.Ensemble`, by name: averaging, safety, replicas, seed, observe_only and
             on_round. For example `ensemble={"safety": hdet.Safety(guard=True)}`.
 
@@ -91,12 +114,13 @@ class OneCycleAutoLR(OneCycleLR):
     ensemble: Ensemble
     _ready = False  # torch's constructor takes a first step before there is an ensemble
 
+    @_searching
     @agreed("hdet.OneCycleAutoLR")
     @answers("hdet.OneCycleAutoLR", _INSTEAD)
     def __init__(
         self,
         optimizer: Optimizer,
-        max_lr: float | list[float] | FoundRate,
+        max_lr: float | list[float] | FoundRate | Literal["auto"],
         total_steps: int | None = None,
         epochs: int | None = None,
         steps_per_epoch: int | None = None,
@@ -120,16 +144,16 @@ class OneCycleAutoLR(OneCycleLR):
         momentum_of_lr: float = 0.9,
         *,
         model: nn.Module | None = None,
+        loader: Iterable[Any] | None = None,
+        loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
         decay: Decay = "one_cycle",
-        max_scale: float = 10.0,
         ensemble: Mapping[str, Any] | None = None,
     ) -> None:
         check_deepspeed(optimizer, model)
         options = _ensemble_options(ensemble)
         spread = ensemble_lr_spread_ratio
         check_spread(spread, "linear", name="ensemble_lr_spread_ratio")
-        max_lr = float(max_lr) if isinstance(max_lr, FoundRate) else max_lr
-        _check_max_lr(max_lr, optimizer)
+        given = _max_lr(max_lr, optimizer, {"model": model, "loader": loader, "loss_fn": loss_fn})
         steps = _check_total_steps(total_steps, epochs, steps_per_epoch)
         check_count("model_sync_interval", model_sync_interval)
         check_count("auto_lr_warmup_steps", auto_lr_warmup_steps, least=0)
@@ -139,7 +163,6 @@ class OneCycleAutoLR(OneCycleLR):
             "loss_scale": loss_scale,
             "lr_of_lr": lr_of_lr,
             "momentum_of_lr": momentum_of_lr,
-            "max_scale": max_scale,
         }
         controller = _softmax(published, auto_lr_warmup_steps)
         if decay not in ("one_cycle", "geometric"):
@@ -151,7 +174,7 @@ class OneCycleAutoLR(OneCycleLR):
             self._decay = _GeometricDecay(auto_lr_warmup_steps, model_sync_interval, steps)
         super().__init__(
             optimizer,
-            max_lr,
+            given,
             total_steps,
             epochs,
             steps_per_epoch,
@@ -354,9 +377,31 @@ _OURS = {
     "loss_scale": "temperature",
     "lr_of_lr": "step_size",
     "momentum_of_lr": "momentum",
-    "max_scale": "max_scale",
 }
-_MAX_LR = Rule(lambda x: 0 <= x < math.inf, "be at least 0 and finite", "1e-3")
+_MAX_LR = Rule(lambda x: 0 <= x < math.inf, "be at least 0 and finite", '1e-3, or "auto"')
+
+
+def _max_lr(max_lr: Any, optimizer: Optimizer, needed: Mapping[str, object]) -> float | list[float]:
+    """What the schedule is made with: for "auto" the present rates, until the search is over.
+
+    Raises:
+        TypeError, ValueError: for what is no rate, and for a search that lacks something or is not wanted.
+    """
+    if isinstance(max_lr, str) and max_lr == _AUTO:
+        missing = [name for name, value in needed.items() if value is None]
+        if missing:
+            raise ValueError(
+                f'max_lr="auto" needs model, loader and loss_fn, and there is no {missing[0]}; write for example '
+                'OneCycleAutoLR(optimizer, max_lr="auto", total_steps=10_000, model=model, loader=loader, '
+                "loss_fn=lambda model, batch: cross_entropy(model(batch[0]), batch[1]))"
+            )
+        return [float(group["lr"]) for group in unwrap(optimizer).param_groups]
+    for name in ("loader", "loss_fn"):
+        if needed[name] is not None:
+            raise ValueError(f'{name} is for max_lr="auto", got max_lr={max_lr!r}; leave it out')
+    given: float | list[float] = list(max_lr.rates[0]) if isinstance(max_lr, FoundRate) else max_lr
+    _check_max_lr(given, optimizer)
+    return given
 
 
 def _check_max_lr(max_lr: Any, optimizer: Optimizer) -> None:
