@@ -181,9 +181,10 @@ class Lookout(Notes):
                 self._answer()
                 lost = self._any_ended(self._neighbours())
                 self._ended_at = (self._ended_at or time.monotonic()) if lost else None
-                late = lost and time.monotonic() - (self._ended_at or 0.0) >= _IN_FLIGHT
-                found = self._call_the_roll(began) if late else self._compare_places()
-            if time.monotonic() - began > self.board.timeout - 3 * _NEXT_LOOK:  # the others may leave before this one
+                gone = lost and time.monotonic() - (self._ended_at or 0.0) >= _IN_FLIGHT
+                found = self._call_the_roll(began) if gone else self._compare_places()
+            late = time.monotonic() - began > self.board.timeout - 3 * _NEXT_LOOK
+            if not found and late:  # the others may leave before this one
                 self._last_seen = self._places()
         except LostReplicaError:
             raise
