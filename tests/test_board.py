@@ -56,6 +56,7 @@ def test_the_first_replica_looks_around_though_one_has_withdrawn_what_it_had_jus
     def look():
         if store.after_check is not withdraw:
             raise RuntimeError("replica 1 has left")
+        return 1.0
 
     store.after_check = withdraw
     store.real.set("hdet/0/settle/1/1", "shown")
@@ -63,6 +64,28 @@ def test_the_first_replica_looks_around_though_one_has_withdrawn_what_it_had_jus
     with pytest.raises(RuntimeError, match="replica 1 has left"):
         first.settle("mine", ",".join, look)
     assert time.monotonic() - began < 1.0
+
+
+@pytest.mark.parametrize("way", ["settle", "meet"])
+def test_whoever_waits_looks_around_when_it_is_time_to_however_long_it_has_waited(seat, monkeypatch, way):
+    """Not only when the store is asked again: whoever calls the roll waits for less than a second for an answer."""
+    monkeypatch.setattr(board, "_FIRST_PAUSE", 0.4)
+    first, due, late = seat(Store(), 0, 2, timeout=1.5), time.monotonic(), []
+
+    def look():
+        nonlocal due
+        if time.monotonic() >= due:
+            late.append(time.monotonic() - due)
+            due = time.monotonic() + 0.25
+        return due - time.monotonic()
+
+    if way == "meet":
+        assert not first.meet(look)
+    else:
+        with pytest.raises(board.MissingError):
+            first.settle("mine", ",".join, look)
+    assert len(late) >= 4
+    assert sorted(late)[len(late) // 2] < 0.1
 
 
 def test_everybodys_notes_are_read_though_some_have_left_none(seat):

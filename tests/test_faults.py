@@ -559,6 +559,29 @@ def test_with_shared_gradients_it_is_named_within_join_when_the_timeout_is_over(
         assert f"replica 1 came to {place[what]} while the others were last seen at the end of round 0" in found["said"]
 
 
+def slow_to_go_on(folder, port, timeout):
+    """Replica 1 calls hdet.save alone, and is held up once it has heard so: whoever serves the store has left then."""
+    run = Run(folder, port, timeout)
+    board = run.ensemble.replicas._lookout().board
+    leave = board.leave
+    try:
+        with run.ensemble.join():
+            run.steps(0, 4)
+            if run.rank == VICTIM:
+                board.leave = lambda *given: (leave(*given), time.sleep(1.5))
+                run.save()
+            run.steps(4, 9)
+    except Exception as error:
+        run.tell(error)
+
+
+def test_what_was_heard_is_said_though_the_store_has_gone_since(tmp_path):
+    told = told_by(slow_to_go_on, tmp_path, timeout=3.0)
+    assert set(told) == {0, 1, 2}
+    assert len({found["said"] for found in told.values()}) == 1
+    assert "replica 1 came to hdet.save while the others were last seen at the end of round 0" in told[0]["said"]
+
+
 @pytest.mark.parametrize("what", ["save", "ensemble", "converge", "step"])
 def test_without_join_who_made_it_says_where_the_others_were(tmp_path, what):
     told = told_by(alone, tmp_path, what, "shared", False, timeout=3.0)

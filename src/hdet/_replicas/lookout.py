@@ -66,8 +66,8 @@ class Lookout(Notes):
         except RuntimeError as error:
             raise self._store_is_gone() from error
 
-    def looks(self) -> Callable[[], None]:
-        """What to call again and again while waiting: it looks around if it is time to.
+    def looks(self) -> Callable[[], float]:
+        """What to call again and again while waiting: it looks around if it is time to. In how many seconds it is next.
 
         Raises:
             LostReplicaError: when called, if somebody is lost or elsewhere.
@@ -75,12 +75,13 @@ class Lookout(Notes):
         began = time.monotonic()
         due = began + _FIRST_LOOK
 
-        def look() -> None:
+        def look() -> float:
             nonlocal due
             if time.monotonic() >= due:
                 with self._patient(began):
                     self._look(began)
                 due = time.monotonic() + self._pause()
+            return due - time.monotonic()
 
         return look
 
@@ -111,8 +112,7 @@ class Lookout(Notes):
         """
         look, began = self.looks(), time.monotonic()
         while not work.is_completed() and (waited := time.monotonic() - began) < self.board.timeout:
-            look()
-            time.sleep(min(waited / 10, _PAUSE))
+            time.sleep(max(0.0, min(waited / 10, _PAUSE, look())))
 
     def gather(self) -> None:
         """Wait until all replicas are here, before what nobody could be asked in: the making of a process group.
@@ -181,9 +181,10 @@ class Lookout(Notes):
                 self._answer()
                 lost = self._any_ended(self._neighbours())
                 self._ended_at = (self._ended_at or time.monotonic()) if lost else None
-                late = lost and time.monotonic() - (self._ended_at or 0.0) >= _IN_FLIGHT
-                found = self._call_the_roll(began) if late else self._compare_places()
-            if time.monotonic() - began > self.board.timeout - 3 * _NEXT_LOOK:  # the others may leave before this one
+                gone = lost and time.monotonic() - (self._ended_at or 0.0) >= _IN_FLIGHT
+                found = self._call_the_roll(began) if gone else self._compare_places()
+            late = time.monotonic() - began > self.board.timeout - 3 * _NEXT_LOOK
+            if not found and late:  # the others may leave before this one
                 self._last_seen = self._places()
         except LostReplicaError:
             raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import threading
 import time
@@ -23,6 +24,9 @@ _STOPPED_PAUSE = 0.05
 _ANSWER = 0.5  # seconds that an answer of the store is waited for at least
 _ABSENT = "?"  # no note is that
 _READING = 5.0  # seconds that whoever serves the store stays for the others to read why everybody leaves
+
+
+Look = Callable[[], float]
 
 
 class MissingError(RuntimeError):
@@ -107,13 +111,13 @@ class Board:
         """How many there are."""
         return self._size
 
-    def settle(self, mine: str, decide: Callable[[list[str]], str], look: Callable[[], None] = lambda: None) -> str:
+    def settle(self, mine: str, decide: Callable[[list[str]], str], look: Look = lambda: math.inf) -> str:
         """Show `mine` to the first replica, which decides from everybody's; its decision, on every replica.
 
         Args:
             mine: what this replica shows.
             decide: what the first replica makes of everybody's.
-            look: called now and then while this replica waits; may raise.
+            look: called now and then while this replica waits: in how many seconds it wants to be, next. May raise.
 
         Raises:
             MissingError: on every replica that came, if some do not.
@@ -130,7 +134,7 @@ class Board:
                 self._store.add(f"{self._prefix}/settled/{self._rank}", -1)
             raise
 
-    def _settle(self, number: int, mine: str, decide: Callable[[list[str]], str], look: Callable[[], None]) -> str:
+    def _settle(self, number: int, mine: str, decide: Callable[[list[str]], str], look: Look) -> str:
         shown = [f"{self._prefix}/settle/{number}/{rank}" for rank in range(self._size)]
         decided, last = (f"{self._prefix}/settle/{n}/decided" for n in (number, number - 1))
         self._store.set(shown[self._rank], mine)
@@ -161,15 +165,14 @@ class Board:
                 time.sleep(0.02)
                 read = self._store.add(self._key(f"read/{name}"), 0)
 
-    def meet(self, look: Callable[[], None]) -> bool:
+    def meet(self, look: Look) -> bool:
         """Wait until all replicas are here; False if some are not within the timeout."""
         self._met += 1
         key = self._key(f"met/{self._met}")
         here, began = int(self._store.add(key, 1)), time.monotonic()
         while here < self._size and time.monotonic() - began < self.timeout:
-            time.sleep(_pause(time.monotonic() - began))
+            time.sleep(_pause(time.monotonic() - began, look()))
             here = int(self._store.add(key, 0))
-            look()
         if here == self._size and self._rank == 0 and self._met > 1:
             self._store.delete_key(self._key(f"met/{self._met - 1}"))
         return here == self._size
@@ -218,7 +221,7 @@ class Board:
             self._life = self._store.add(f"{self._prefix}/boards/{self._rank}", 1)
         return f"{self._prefix}/{self._life}/{name}"
 
-    def _collect(self, keys: Sequence[str], look: Callable[[], None]) -> tuple[list[str], list[int]]:
+    def _collect(self, keys: Sequence[str], look: Look) -> tuple[list[str], list[int]]:
         """What is shown under these keys, once all are there, and the indices of those that do not come.
 
         Whoever learns meanwhile that somebody is lost takes down its own again.
@@ -230,7 +233,7 @@ class Board:
             if absent or len(found) == len(keys):
                 return found, absent
 
-    def _await(self, keys: Sequence[str], seconds: float, look: Callable[[], None]) -> list[int]:
+    def _await(self, keys: Sequence[str], seconds: float, look: Look) -> list[int]:
         """The indices of the keys that are not there after so many seconds."""
         began = time.monotonic()
         while True:
@@ -239,8 +242,7 @@ class Board:
             waited = time.monotonic() - began
             if waited >= seconds:
                 return [index for index, key in enumerate(keys) if not self._store.check([key])]
-            look()
-            time.sleep(min(_pause(waited), seconds - waited))
+            time.sleep(_pause(waited, min(look(), seconds - waited)))
 
 
 class _Answering:
@@ -286,9 +288,9 @@ class _Answering:
         return answers[0]
 
 
-def _pause(waited: float) -> float:
-    """Seconds until the next look at the store."""
-    return min(max(waited / 20, _FIRST_PAUSE), _LONGEST_PAUSE)
+def _pause(waited: float, most: float) -> float:
+    """Seconds until the next look at the store: at `most` so many."""
+    return max(0.0, min(max(waited / 20, _FIRST_PAUSE), _LONGEST_PAUSE, most))
 
 
 def group_timeout(group: dist.ProcessGroup) -> float:

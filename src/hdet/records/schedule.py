@@ -57,6 +57,9 @@ def check_schedule(schedule: Any) -> dict[str, Any]:
             f"schedule must have steps and hyperparameters, got {told['total_steps']} steps and "
             f"{len(told['hyperparameters'])} hyperparameters; export a run that has trained"
         )
+    for name in ("outer_step", "outer_momentum"):
+        if (told.get(name) or 0.0) < 0:
+            raise ValueError(f"schedule must have an {name} of at least 0, got {told[name]:g}; export the run again")
     for name, row in told["hyperparameters"].items():
         _check_row(name, row, told["total_steps"], told.setdefault("complete", True))
     return told
