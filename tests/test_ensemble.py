@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Net, batch
+from cases import Net, all_equal, batch, flat, gathered
 from processes import run
 from single import pretended
 from torch import nn, optim
@@ -19,22 +19,6 @@ import hdet
 from hdet._phases.control import Control
 from hdet._phases.recording import Recording
 from hdet.controllers.steering import Steering
-
-
-def flat(tensors):
-    return torch.cat([t.detach().flatten().double() for t in tensors])
-
-
-def gathered(tensors):
-    own = flat(tensors)
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, own)
-    return everyone
-
-
-def all_equal(tensors):
-    everyone = gathered(tensors)
-    return all(torch.equal(everyone[0], other) for other in everyone)
 
 
 def make(spread=0.3, interval=4, optimizer=optim.AdamW, net=None, options=None, **kwargs):

@@ -151,7 +151,7 @@ def test_a_state_of_other_hyperparameters_or_controllers_is_refused(bad):
 
 # One table of invariants for every controller, a user's own included: the one in docs/controllers.md.
 
-DOCS = (pathlib.Path(__file__).parent.parent / "docs" / "controllers.md").read_text()
+DOCS = (pathlib.Path(__file__).parents[2] / "docs" / "controllers.md").read_text()
 OWN: dict = {}
 exec(re.search(r"```python\n(.*?)```", DOCS, flags=re.S).group(1), OWN)
 
