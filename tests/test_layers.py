@@ -24,7 +24,7 @@ LAYERS = {
     "in_process": {"_hooks", "_replicas", "_tensors"},
     "_probe": {"_arguments", "_hooks", "_replicas", "_tensors", "_user_warning"},
     "_find_lr": {"_arguments", "_hooks", "_probe", "_replicas", "_tensors", "_user_warning"},
-    "records": {"_arguments", "_hooks", "_replicas", "_user_warning"},
+    "records": {"_arguments", "_explore", "_hooks", "_replicas", "_user_warning"},
     "_run": {
         "_arguments", "_explore", "_find_lr", "_hooks", "_options", "_probe", "_replicas", "_tensors",
         "_user_warning", "controllers", "records",

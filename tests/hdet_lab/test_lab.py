@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 import hdet
-from hdet._run.checks import check_interval
 from hdet_lab import cli, ensemble_from_options, finder, pictures, run_log, run_start, summary
 from hdet_lab import demo as demos
 from hdet_lab import sweep as sweeps
@@ -455,7 +454,7 @@ def test_what_is_charged_is_what_the_run_that_is_left_costs(controller, steps, f
     plan = ensemble_from_options.make_controller(options, left, bool(found)).plan(list(options.explored()), left)
 
     def cost(length):
-        probing = 0 if found else 5 * 4 / 3 / check_interval("auto", left, True, plan.interval)
+        probing = 0 if found else 5 * 4 / 3 / plan.auto_interval(left)
         return length * (1 + probing) + found
 
     assert cost(left) <= steps < cost(left + 1)

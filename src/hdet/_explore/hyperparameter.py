@@ -226,6 +226,15 @@ def representative(used: Sequence[float | Tensor], coming: Sequence[float | Tens
     return next((pair for pair in pairs if pair[0] != 0.0), (0.0, 0.0))
 
 
+def is_of(name: str, what: str) -> bool:
+    """Whether a hyperparameter of this name is `what`, in all parameter groups or in one.
+
+    >>> is_of("learning_rate", "learning_rate"), is_of("learning_rate/dense", "learning_rate")
+    (True, True)
+    """
+    return name == what or name.startswith(f"{what}/")
+
+
 def flatten(hyperparameters: Sequence[Hyperparameter | Sequence[Hyperparameter]]) -> list[Hyperparameter]:
     """Hyperparameters and lists of them, as one list."""
     flat: list[Hyperparameter] = []

@@ -12,6 +12,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from hdet._replicas import Replicas
 from hdet._tensors.converge import BUCKET_BYTES, elements
+from hdet._tensors.parameters import once
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _Layout = list[tuple[torch.Size, torch.dtype, torch.device]]
@@ -150,7 +151,7 @@ def _between(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
 
 def _sort(tensors: Sequence[Tensor]) -> tuple[list[_Flat], list[Tensor]]:
     """The tensors as bits: those that are shared out, by width and device, and those that are kept whole."""
-    bits = [_bits(elements(t.detach())) for t in _once(tensors) if t.numel()]
+    bits = [_bits(elements(t.detach())) for t in once(tensors) if t.numel()]
     only_cpu = all(t.device.type == "cpu" for t in bits)
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for t in bits:
@@ -165,12 +166,8 @@ def _bits(tensor: Tensor) -> Tensor:
     return real.view(_BITS[real.element_size()])
 
 
-def _once(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return list({id(t): t for t in tensors}.values())
-
-
 def _layout(tensors: Sequence[Tensor]) -> _Layout:
-    return [(t.shape, t.dtype, t.device) for t in _once(tensors)]
+    return [(t.shape, t.dtype, t.device) for t in once(tensors)]
 
 
 def _shares(length: int, size: int) -> list[range]:
