@@ -264,7 +264,7 @@ class Ensemble:
         self._hooks.remove()
         self.engine.close()
 
-    def _at_end(self, call: Callable[[Ensemble], None]) -> None:
+    def at_end(self, call: Callable[[Ensemble], None]) -> None:
         """For `hdet.save`: have `call(self)` called when the run is over: after `finish()`, or when this is closed."""
         if call not in self._end_calls:
             self._end_calls.append(call)

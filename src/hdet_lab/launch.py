@@ -43,10 +43,10 @@ def prepare(processes: bool = True) -> None:
         multiprocessing.set_forkserver_preload(_PRELOADED)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # it ignores Ctrl-C and SIGTERM only
         try:
-            multiprocessing.resource_tracker.ensure_running()  # which unblocks what _deaf() blocks
+            multiprocessing.resource_tracker.ensure_running()  # which unblocks what deaf() blocks
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        with _deaf():
+        with deaf():
             multiprocessing.forkserver.ensure_running()
 
 
@@ -74,7 +74,7 @@ def launch(jobs: Sequence[Job], *, one_process: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def _deaf() -> Iterator[None]:
+def deaf() -> Iterator[None]:
     """Processes that start within it do not hear Ctrl-C until they unblock it, in place of a traceback.
 
     This one hears afterwards what was sent meanwhile.

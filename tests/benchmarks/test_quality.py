@@ -12,7 +12,7 @@ import quality
 import quality_report
 import schedulefree
 import torch
-from peers.population import _make as make_member
+from peers.population import make_member
 from peers.range_test import suggest
 from quality_methods import METHODS, one
 from torch.optim import lr_scheduler
@@ -103,7 +103,7 @@ class Line(torch.optim.SGD):
 def test_the_hypergradient_by_hand():
     optimizer = Line(0.1)
     schedule = lr_scheduler.LambdaLR(optimizer, lambda step: (1.0, 0.5, 0.25)[step])
-    follower = peers.hypergradient._Follower(optimizer, 0.1, "additive", 0.01)
+    follower = peers.hypergradient.Follower(optimizer, 0.1, "additive", 0.01)
     optimizer.take([1.0, 2.0])
     schedule.step()
     assert follower.rate == 0.1
@@ -118,7 +118,7 @@ def test_the_hypergradient_by_hand():
 
 def test_the_relative_hypergradient_by_hand():
     optimizer = Line(0.1)
-    follower = peers.hypergradient._Follower(optimizer, 0.1, "relative", 0.02)
+    follower = peers.hypergradient.Follower(optimizer, 0.1, "relative", 0.02)
     optimizer.take([3.0, 4.0])
     optimizer.take([0.0, 10.0])
     assert follower.rate == pytest.approx(0.1 * (1 + 0.02 * 0.8))

@@ -206,9 +206,9 @@ def test_the_demo_ends_in_three_rows_and_pictures(tmp_path, capsys, monkeypatch)
     monkeypatch.setattr(
         demos, "read_lines", lambda path: [{"step": 7 * record["step"], "probe": 1} for record in rounds]
     )
-    assert f"after every {7 * rounds[0]['step']} steps: what not knowing" in demos._cost(folder / "hdet-low", {})
+    assert f"after every {7 * rounds[0]['step']} steps: what not knowing" in demos.search_cost(folder / "hdet-low", {})
     monkeypatch.setattr(demos, "read_lines", lambda path: [])
-    assert "include 290 steps\n" in demos._cost(folder / "hdet-low", {"finder_steps": 290})
+    assert "include 290 steps\n" in demos.search_cost(folder / "hdet-low", {"finder_steps": 290})
     assert {path.name for path in folder.iterdir()} >= {"fan.png", "losses.png", "plain-low", "hdet-low"}
     peaks = [read(folder / name / "result.json")["peak_lr"] for name in ("plain-low", "plain-best", "hdet-low")]
     assert peaks[0] == peaks[2] == peaks[1] / 10
@@ -393,7 +393,7 @@ def stop_at(folder, step):
 
 def test_a_run_that_was_stopped_goes_on(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "run"
-    monkeypatch.setattr(run_log, "_LINES_PER_RUN", 8)  # a line every third step: a checkpoint is between two
+    monkeypatch.setattr(run_log, "LINES_PER_RUN", 8)  # a line every third step: a checkpoint is between two
     options = ("--interval", "4", "--dropout", "0.2", "--checkpoint-every", "10", "--in-process")
     assert cli.main(["train", "digits", "--size", "smoke", "--steps", "24", *options, "--folder", str(folder)]) == 0
     whole, rounds, result = losses(folder), read_lines(folder / "rounds.jsonl"), read(folder / "result.json")

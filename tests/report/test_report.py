@@ -439,7 +439,7 @@ def test_only_this_machine_may_ask(run_folder):
         answers[host] = connection.getresponse().status
     watch.close()
     assert list(answers.values()) == [403, 200, 404]
-    assert watch._server.server_address[0] == "127.0.0.1"
+    assert watch.address[0] == "127.0.0.1"
 
 
 def status(tmp_path, now, written_by, **kwargs):
@@ -487,8 +487,8 @@ def test_the_report_of_a_killed_run_says_that_it_is_cut_off(browser, tmp_path, c
 
 
 def test_the_fan_is_labelled_with_what_it_shows():
-    assert pictures._quantity("learning_rate/dense") == "learning rate"
-    assert pictures._quantity("weight_decay") == "weight decay"
+    assert pictures.quantity("learning_rate/dense") == "learning rate"
+    assert pictures.quantity("weight_decay") == "weight decay"
 
 
 def test_a_browser_is_installed_where_there_is_none_or_said_to_be_missing(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ from hdet._replicas.fingerprint import fingerprint
 from hdet._tensors.deepspeed import check_deepspeed
 from hdet._user_warning import warn
 
-_LOWER = (1, 16, 256)  # where the second ramp begins, if the loss is dead at once
+LOWER = (1, 16, 256)  # where the second ramp begins, if the loss is dead at once
 
 
 @answers("hdet.find_lr", {"process_group": "replicas=process_group", "mesh": "replicas=mesh"})
@@ -149,7 +149,7 @@ def _find(bench: Bench, fine: Fine, factor_of: Callable[[float], float]) -> Foun
     half_way = coarse.half_way(first_curve, first)
     if half_way is None:
         raise no_rate(bench, first, [first_curve])
-    for lower in _LOWER:
+    for lower in LOWER:
         second_curve = _ramp(bench, fine, half_way / lower, first)
         interval = fine.interval(second_curve, first)
         if interval is not None or not fine.began_too_high(second_curve):

@@ -85,7 +85,7 @@ def average(
     """
     own = [t.detach().clone() for t in tensors] if atomic else []
     try:
-        _average(tensors, replicas, bucket_bytes, of)
+        average_in_buckets(tensors, replicas, bucket_bytes, of)
         if atomic:
             replicas.gather(torch.zeros(1, dtype=torch.float64, device=collective_device(tensors)))  # all have it
     except LostReplicaError as error:
@@ -105,7 +105,9 @@ _HALF_AVERAGED = (
 
 
 @torch.no_grad()
-def _average(tensors: Sequence[Tensor], replicas: Replicas, bucket_bytes: int, of: Sequence[int] | None) -> None:
+def average_in_buckets(
+    tensors: Sequence[Tensor], replicas: Replicas, bucket_bytes: int, of: Sequence[int] | None
+) -> None:
     buffers: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     travelling: _Travelling | None = None
     for number, batch in enumerate(_batches(tensors, bucket_bytes)):
@@ -133,7 +135,7 @@ def averaged(
     touched = [elements(t) for t in once((*tensors, *kept))]
     own = [t.detach().clone() for t in touched]
     try:
-        _average(tensors, replicas, BUCKET_BYTES, of)
+        average_in_buckets(tensors, replicas, BUCKET_BYTES, of)
         yield
     finally:
         with torch.no_grad():

@@ -27,14 +27,18 @@ class Snapshot:
     Args:
         replicas: between whom it is shared out.
         bucket_bytes: what is put back at once. Memory: the share, and while it is put back a bucket.
+
+    Attributes:
+        shares: this replica's part of the tensors, one after another, by kind.
+        whole: copies of those that cannot be shared out.
     """
 
     def __init__(self, replicas: Replicas, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._replicas = replicas
         self._bucket_bytes = bucket_bytes
         self._layout: _Layout | None = None
-        self._shares: list[Tensor] = []
-        self._whole: list[Tensor] = []
+        self.shares: list[Tensor] = []
+        self.whole: list[Tensor] = []
 
     @property
     def saved(self) -> bool:
@@ -48,7 +52,7 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """The memory that this replica's share takes."""
-        return sum(t.nbytes for t in (*self._shares, *self._whole))
+        return sum(t.nbytes for t in (*self.shares, *self.whole))
 
     @torch.no_grad()
     def save(self, tensors: Sequence[Tensor]) -> None:
@@ -57,12 +61,12 @@ class Snapshot:
         layout = _layout(tensors)
         if layout != self._layout:
             sizes = [sum(len(own) for _, own in self._buckets(flat)) for flat in kinds]
-            self._shares = [torch.empty(n, dtype=f.dtype, device=f.device) for n, f in zip(sizes, kinds, strict=True)]
-            self._whole = [torch.empty_like(t) for t in whole]
+            self.shares = [torch.empty(n, dtype=f.dtype, device=f.device) for n, f in zip(sizes, kinds, strict=True)]
+            self.whole = [torch.empty_like(t) for t in whole]
             self._layout = layout
-        for flat, share in zip(kinds, self._shares, strict=True):
+        for flat, share in zip(kinds, self.shares, strict=True):
             _pack(share, [piece for _, own in self._buckets(flat) for piece in flat.between(own.start, own.stop)])
-        _copy(self._whole, whole)
+        _copy(self.whole, whole)
 
     @torch.no_grad()
     def restore(self, tensors: Sequence[Tensor]) -> None:
@@ -75,9 +79,9 @@ class Snapshot:
                 "save again after changing the model or the optimizer"
             )
         kinds, whole = _sort(tensors)
-        for flat, share in zip(kinds, self._shares, strict=True):
+        for flat, share in zip(kinds, self.shares, strict=True):
             self._restore(flat, share)
-        _copy(whole, self._whole)
+        _copy(whole, self.whole)
 
     def _restore(self, flat: _Flat, share: Tensor) -> None:
         size, position = self._replicas.size, 0
