@@ -6,7 +6,6 @@ import io
 import itertools
 import json
 import multiprocessing
-import os
 import re
 import shutil
 import socket
@@ -16,6 +15,7 @@ import time
 
 import pytest
 import torch
+from commands import ENVIRONMENT, SMOKE, run
 from torch import nn
 
 import hdet
@@ -27,26 +27,12 @@ from hdet_lab.folder import RunFolder, read, read_lines
 from hdet_lab.lock import LOCK, locked
 from hdet_lab.options import RunOptions
 
-SMOKE = ("--size", "smoke", "--steps", "12")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 def found_rate(rate, steps, samples=0, cost=0.0, seconds=0.0):
     interval = (rate / 3, rate * 3)
     return hdet.FoundRate(rate, 1.0, ((rate,),), interval, interval, 1.0, 2.0, [], [], steps, samples, cost, seconds)
-
-
-def run(*command, timeout=100, **environment):
-    """What a command prints and returns."""
-    return subprocess.run(
-        [str(part) for part in command],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        env=ENVIRONMENT | environment,
-    )
 
 
 def losses(folder):

@@ -15,7 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from test_lab import ENVIRONMENT, SMOKE, run
+from commands import ENVIRONMENT, SMOKE, run
 
 from hdet_lab import cli, launch, tasks, worker
 from hdet_lab.errors import LabError

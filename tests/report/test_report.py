@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import browser as browsers
 import pytest
-from browser import Page, open_browser
+from browser import Page
 from made_up_runs import make_records, write_run
 
 import hdet
@@ -44,12 +44,6 @@ while True:
     time.sleep(0.002)
 """
 CHARTS = ("fan", "loss", "scale", "cost", "line")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with open_browser() as found:
-        yield found
 
 
 def report(folder, *more):
