@@ -7,7 +7,7 @@ import pytest
 import hdet
 from hdet._explore import slots
 from hdet.controllers import Observation, Report
-from hdet.controllers.evidence import VAGUE, words
+from hdet.controllers.confidence import VAGUE, words
 from hdet.controllers.line_search import clear_until, fit, fit_with_intercept
 from hdet.controllers.report import check_state
 from hdet.controllers.steering import Steering
