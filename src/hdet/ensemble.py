@@ -217,7 +217,7 @@ class Ensemble:
             compare(run, engine.phases, rnd)
         kept = run.tensors.buffers()
         before = run.at.enter(Stage.CONSENSUS)
-        run.values.fan_out.ready = False
+        run.values.fan_out.ask_again()
         run.tensors.reshard()
         try:
             with converge.averaged(rnd.tensors, self.replicas, kept, rnd.averaged), run.values.at_center():
