@@ -14,6 +14,7 @@ import tempfile
 import traceback
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -119,9 +120,10 @@ def _launch_processes(jobs: Sequence[Job], size: int) -> None:
             max_restarts=0,
             start_method=_METHOD,
             local_addr="localhost",
-            shutdown_timeout=_SECONDS_TO_HEAR,
             signals_to_handle=_handled(),
         )
+        if hasattr(config, "shutdown_timeout"):  # not in torch 2.10, which waits for longer
+            config = replace(config, shutdown_timeout=_SECONDS_TO_HEAR)
         with _interruptible(jobs), _quiet():
             try:
                 _await_imports()

@@ -60,6 +60,8 @@ def work(jobs: Sequence[Job]) -> None:
         with warnings_in_words(_is_first()):
             for job in jobs:
                 perform(job)
+    except LabError as error:  # the launcher shows its message alone, and a full disk may have no room for more
+        raise error.with_traceback(None) from None
     except Exception as error:
         if any(text in str(error) for text in _LOST):
             time.sleep(_SECONDS_FOR_THE_CULPRIT)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from importlib import metadata
 
 import dadaptation
 import evidence
@@ -242,6 +243,6 @@ def test_a_part_of_the_evidence_is_a_dated_file_with_its_command(tmp_path, monke
     text = written.read_text()
     assert text.startswith(f"# Small, {written.stem[-10:]}\n")
     assert "`hdet returns digits --sizes 2 --size smoke --steps 3 --in-process --seeds 3 --folder" in text
-    assert f"torch {torch.__version__}" in text
+    assert f"torch {metadata.version('torch')}" in text  # torch itself may add what it was built for
     assert "mean over 3 seeds" in text
     assert len(json.loads(written.with_suffix(".json").read_text())["rows"]) == 2

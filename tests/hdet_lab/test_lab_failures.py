@@ -94,8 +94,8 @@ def failing_work(jobs):
 
 
 def full_disk_work(jobs):
-    """A replica's life with room for files of 2500 bytes."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2500, 2500))
+    """A replica's life with room for files of 8000 bytes, as long tracebacks are."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
     worker.work(jobs)
 
 
@@ -121,7 +121,8 @@ def test_a_failing_replica_in_one_process(tmp_path, monkeypatch, capsys):
 
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(launch, "work", full_disk_work)
-    assert cli.main(["train", "text", *SMOKE, "--folder", str(tmp_path / "run")]) == 1
+    many = ("--size", "smoke", "--steps", "40", "--interval", "1")
+    assert cli.main(["train", "text", *many, "--folder", str(tmp_path / "run")]) == 1
     errors = capfd.readouterr().err
     assert re.fullmatch(r"hdet: error: cannot write .*rounds.jsonl: File too large\n", errors), errors
     assert not multiprocessing.active_children()
