@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from hdet._find_lr.decisions import Curve
 from hdet._probe.probe import Probe
 from hdet._replicas import Replicas
+from hdet._tensors.parameters import parameters_of
 from hdet._tensors.restore import Frozen, Generators, Modules, OptimizerState, Others, Weights, without_autocast
 from hdet._tensors.shards import reshard
 from hdet._user_warning import warn
@@ -55,7 +56,7 @@ class Bench:
         self._generators = Generators()
         self._modules = Modules(model)
         reshard(model)  # while whole weights are gathered its parameters are others
-        trained = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        trained = parameters_of(*optimizers)
         self._device = trained[0].device
         self._weights = Weights([*trained, *(p for p in model.parameters() if p.requires_grad)])
         known = {id(p) for p in trained}
