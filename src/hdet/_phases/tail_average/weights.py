@@ -5,6 +5,9 @@
 When the run ends, the probe compares it with the last weights, and the better ones stay. Averaging over time takes out
 what weights owe to the last batches: it gains where data come in the order of time, and loses where the model still
 learns. So nobody has to know beforehand. Half of the way has most of the gain and half of the noise.
+
+torch.optim.swa_utils.AveragedModel is not used: it copies whole modules in their own precision, while this keeps one
+copy of what is trained and of its followers, in single precision at least, of which ranks may hold parts.
 """
 
 from __future__ import annotations
