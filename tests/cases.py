@@ -1,6 +1,7 @@
-"""The optimizers and schedulers that the table of invariants runs over."""
+"""Optimizers, schedulers, a model and batches for every test of the protocol; and whether all replicas are equal."""
 
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
@@ -114,3 +115,19 @@ def batch(replica, step, dtype=torch.float32):
     generator = torch.Generator().manual_seed(7919 * replica + step)
     x = torch.randn(8, 6, generator=generator, dtype=dtype)
     return x, torch.stack([x.sum(1).sin(), x[:, 0] * x[:, 1]], 1)
+
+
+def flat(tensors):
+    return torch.cat([t.detach().flatten().double() for t in tensors])
+
+
+def gathered(tensors):
+    own = flat(tensors)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    return everyone
+
+
+def all_equal(tensors):
+    everyone = gathered(tensors)
+    return all(torch.equal(everyone[0], other) for other in everyone)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from browser import open_browser
 
 import hdet
 
@@ -18,7 +17,7 @@ def build(into):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
 
 
-def test_the_site_is_built_and_needs_no_network(tmp_path):
+def test_the_site_is_built_and_needs_no_network(tmp_path, browser):
     done = build(tmp_path)
     assert done.returncode == 0, done.stderr
     guides = {path.stem for path in (ROOT / "docs").glob("*.md")}
@@ -33,13 +32,12 @@ def test_the_site_is_built_and_needs_no_network(tmp_path):
     assert {name.rpartition(".")[2] for name in shown} >= public
     assert "::</p>" not in api
     asked, said = [], []
-    with open_browser() as browser:
-        tab = browser.new_page()
-        tab.on("request", lambda request: asked.append(request.url))
-        tab.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
-        for page in ("index.html", "api.html", "docs/machines.html"):
-            tab.goto((tmp_path / page).as_uri())
-            assert tab.evaluate("document.querySelectorAll('.md-nav__link').length") > 10
+    tab = browser.new_page()
+    tab.on("request", lambda request: asked.append(request.url))
+    tab.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
+    for page in ("index.html", "api.html", "docs/machines.html"):
+        tab.goto((tmp_path / page).as_uri())
+        assert tab.evaluate("document.querySelectorAll('.md-nav__link').length") > 10
     assert asked
     assert all(url.startswith(("file:", "blob:", "data:")) for url in asked), asked
     assert said == []

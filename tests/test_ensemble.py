@@ -9,32 +9,17 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Net, batch
+from cases import Net, all_equal, batch, flat, gathered
 from processes import run
 from single import pretended
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
+from hdet._explore import slots
 from hdet._phases.control import Control
 from hdet._phases.recording import Recording
 from hdet.controllers.steering import Steering
-
-
-def flat(tensors):
-    return torch.cat([t.detach().flatten().double() for t in tensors])
-
-
-def gathered(tensors):
-    own = flat(tensors)
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, own)
-    return everyone
-
-
-def all_equal(tensors):
-    everyone = gathered(tensors)
-    return all(torch.equal(everyone[0], other) for other in everyone)
 
 
 def make(spread=0.3, interval=4, optimizer=optim.AdamW, net=None, options=None, **kwargs):
@@ -442,7 +427,7 @@ def disagreeing(kind):
     elif rank == 1 and kind == "tensors":
         o.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     elif rank == 1 and kind == "options":
-        object.__setattr__(ensemble._settings, "seed", 1)  # what is given is frozen
+        object.__setattr__(ensemble.engine.run.settings, "seed", 1)  # what is given is frozen
     elif rank == 1 and kind == "base":
         o.param_groups[0]["lr"] = 0.2
     for p in net.parameters():
@@ -504,7 +489,7 @@ def test_one_file_of_a_rounds_end_loads_on_any_number_of_replicas(tmp_path):
         assert len({scale for scale, _ in results}) == 1
         assert results[0][0] != 1.0
         multipliers = sorted(m for _, m in results)
-        assert multipliers == pytest.approx(hdet._explore.slots.multipliers(size, 0.3))
+        assert multipliers == pytest.approx(slots.multipliers(size, 0.3))
 
 
 def mid_round_state():
@@ -858,7 +843,7 @@ def told_under_a_bound():
 
 def test_controllers_are_told_what_was_trained_with():
     seen = hdet.in_process(told_under_a_bound, 4)[0]
-    dealt = hdet._explore.slots.multipliers(4, 0.3)
+    dealt = slots.multipliers(4, 0.3)
     cut = [row for row in seen if row.base * max(dealt) > 0.1]
     assert cut
     assert len(cut) < len(seen)

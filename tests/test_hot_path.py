@@ -55,8 +55,7 @@ def ordinary_steps(kind, lr_is_tensor):
     if lr_is_tensor:
         for group in o.param_groups:
             group["lr"] = torch.zeros((), device="meta")
-    for entry in ensemble.engine.run.steering._state.values():
-        entry["scale"] = 0.5  # as after a move of the controller
+    ensemble.engine.run.steering.scale_by(0.5, list(ensemble.scales))  # as after a move of the controller
     count_collectives(calls)
     for step in range(120):
         for p in parameters:

@@ -24,7 +24,7 @@ LAYERS = {
     "in_process": {"_hooks", "_replicas", "_tensors"},
     "_probe": {"_arguments", "_hooks", "_replicas", "_tensors", "_user_warning"},
     "_find_lr": {"_arguments", "_hooks", "_probe", "_replicas", "_tensors", "_user_warning"},
-    "records": {"_arguments", "_hooks", "_replicas", "_user_warning"},
+    "records": {"_arguments", "_explore", "_hooks", "_replicas", "_user_warning"},
     "_run": {
         "_arguments", "_explore", "_find_lr", "_hooks", "_options", "_probe", "_replicas", "_tensors",
         "_user_warning", "controllers", "records",
@@ -150,3 +150,23 @@ def test_only_replicas_issues_collectives():
             text = path.read_text()
             assert "dist.all_" not in text, path.name
             assert "dist.broadcast" not in text, path.name
+
+
+TORCHS = {  # private attributes of torch's objects and of named tuples
+    "_base", "_fields", "_get_process_group_store", "_optimizer_state_dict_post_hooks", "_optimizer_step_post_hooks",
+    "_optimizer_step_pre_hooks", "_orig_mod", "_parameters", "_replace", "_state_dict_pre_hooks", "_world",
+}  # fmt: skip
+
+
+def test_tests_look_at_nothing_private():
+    """Not by an attribute, not by an import of a private name. Private modules are imported as a whole, or by name."""
+    for path in pathlib.Path(__file__).parent.rglob("*.py"):
+        found = []
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                own = isinstance(node.value, ast.Name) and node.value.id in ("self", "torch", "os")
+                found += [] if own else [node.attr]
+            elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("hdet", "hdet_lab"):
+                found += [alias.name for alias in node.names if node.module not in ("hdet", "hdet_lab")]
+        private = {name for name in found if name[0] == "_" and name[:2] != "__"} - TORCHS
+        assert not private, f"{path.name} looks at {private}"

@@ -39,12 +39,12 @@ class Hypergradient(Recipe):
     def __init__(self, rule: Literal["additive", "relative"] = "additive", constant: bool = False) -> None:
         self.found: float | None = None
         self._rule, self._constant = rule, constant
-        self._follower: _Follower | None = None
+        self._follower: Follower | None = None
 
     def optimizer(self, options: RunOptions, task: Task, model: nn.Module, peak_lr: float) -> Optimizer:
         optimizer = super().optimizer(options, task, model, peak_lr)
         beta = ADDITIVE_BETA[options.optimizer] if self._rule == "additive" else RELATIVE_BETA
-        self._follower = _Follower(optimizer, peak_lr, self._rule, beta)
+        self._follower = Follower(optimizer, peak_lr, self._rule, beta)
         return optimizer
 
     def schedule(self, optimizer: Optimizer, peak_lr: float, steps: int) -> LRScheduler:
@@ -58,7 +58,7 @@ class Hypergradient(Recipe):
         yield
 
 
-class _Follower:
+class Follower:
     """Moves the rate of an optimizer before each of its steps. Between steps the groups hold the plain schedule."""
 
     def __init__(self, optimizer: Optimizer, peak_lr: float, rule: str, beta: float) -> None:

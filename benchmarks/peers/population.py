@@ -66,7 +66,7 @@ def population(options: RunOptions, share: Literal["batch", "steps"]) -> dict[st
     rounds = max(2, min(20, task.steps // 50))
     scoring = rounds * MEMBERS * _PROBE_BATCHES / 3
     each = max(rounds, int((task.steps - scoring) / (MEMBERS if share == "steps" else 1)))
-    members = [_make(options, task, rate, each) for rate in _rates(options.peak_lr or task.peak_lr)]
+    members = [make_member(options, task, rate, each) for rate in _rates(options.peak_lr or task.peak_lr)]
     dice = random.Random(options.seed)
     scores: list[float] = []
     for step in range(each):
@@ -89,7 +89,7 @@ def _rates(start: float) -> list[float]:
     return [start * SPREAD ** (2 * number / (MEMBERS - 1) - 1) for number in range(MEMBERS)]
 
 
-def _make(options: RunOptions, task: Task, rate: float, steps: int) -> _Member:
+def make_member(options: RunOptions, task: Task, rate: float, steps: int) -> _Member:
     model = task.model()
     optimizer = task.optimizer(model, rate, options.optimizer)
     return _Member(model, optimizer, OneCycleLR(optimizer, max_lr=rate, total_steps=steps), rate)

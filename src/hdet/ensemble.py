@@ -236,7 +236,7 @@ class Ensemble:
             compare(run, engine.phases, rnd)
         kept = run.tensors.buffers()
         before = run.at.enter(Stage.CONSENSUS)
-        run.values.fan_out.ready = False
+        run.values.fan_out.ask_again()
         run.tensors.reshard()
         try:
             with converge.averaged(rnd.tensors, self.replicas, kept, rnd.averaged), run.values.at_center():
@@ -283,7 +283,7 @@ class Ensemble:
         self._hooks.remove()
         self.engine.close()
 
-    def _at_end(self, call: Callable[[Ensemble], None]) -> None:
+    def at_end(self, call: Callable[[Ensemble], None]) -> None:
         """For `hdet.save`: have `call(self)` called when the run is over: after `finish()`, or when this is closed."""
         if call not in self._end_calls:
             self._end_calls.append(call)

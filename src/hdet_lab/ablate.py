@@ -80,7 +80,7 @@ def ablate(
         return held_out_loss(result, unseen=False), result["marginal_loss"]
 
     if high_lr is None:
-        high_lr = _breaking(low_lr, measure)
+        high_lr = breaking_rate(low_lr, measure)
     rows = []
     for row in _rows(controllers, gradients):
         rate = low_lr if row.low else high_lr
@@ -91,7 +91,7 @@ def ablate(
             "train_losses": [result["train_loss"] for result in results],
             "seconds": mean([result["seconds"] for result in results]),
             "no_rate": sum("no_rate" in result for result in results),
-            "groups": _groups([Path(job.folder) for job in jobs]),
+            "groups": scales_by_group([Path(job.folder) for job in jobs]),
         }
         rows.append({**row._asdict(), "peak_lr": rate, **measured})
     result = {**about, "low_lr": low_lr, "high_lr": high_lr, "rows": rows}
@@ -182,7 +182,7 @@ def _job(options: RunOptions, folder: Path, rate: float) -> Job:
     return Job(options.replace(peak_lr=rate), str(folder / name))
 
 
-def _breaking(low_lr: float, measure: Callable[[float], tuple[float, float]]) -> float:
+def breaking_rate(low_lr: float, measure: Callable[[float], tuple[float, float]]) -> float:
     """The first rate at which plain training breaks down; `measure` has its loss, and that of the marginals."""
     low, marginal = measure(low_lr)
     for k in range(1, _MOST_FACTORS + 1):
@@ -192,7 +192,7 @@ def _breaking(low_lr: float, measure: Callable[[float], tuple[float, float]]) ->
     raise OptionError(f"high_lr was not found: plain training works at all rates up to {rate:g}; give one")
 
 
-def _groups(folders: Sequence[Path]) -> dict[str, dict[str, float]]:
+def scales_by_group(folders: Sequence[Path]) -> dict[str, dict[str, float]]:
     """The scale of each parameter group's rate when the schedule was last at half and at a tenth of its peak."""
     found: dict[str, dict[str, list[float]]] = {}
     for folder in folders:

@@ -67,11 +67,11 @@ def _verdict(results: dict[str, dict[str, Any]], jobs: dict[str, Job]) -> str:
     said = f"HDET closed {closed:.0f}% of the gap that the low start leaves."
     if closed < 0:
         said = f"HDET closed nothing of the gap that the low start leaves, and ended {hdet - low:.4f} above it."
-    cost = _cost(Path(jobs["HDET"].folder), results["HDET"])
+    cost = search_cost(Path(jobs["HDET"].folder), results["HDET"])
     return f"{said}\nOne seed: differences of a few hundredths mean little. {cost}"
 
 
-def _cost(folder: Path, result: dict[str, Any]) -> str:
+def search_cost(folder: Path, result: dict[str, Any]) -> str:
     """What the seconds of a run with `auto` were spent on beside training, from its records."""
     probed = [record["step"] for record in read_lines(folder / "rounds.jsonl") if record.get("probe") is not None]
     if not probed:

@@ -83,9 +83,8 @@ def charged_steps(options: RunOptions, task: Task, model: nn.Module, found: Foun
 def _probing(options: RunOptions, plan: Plan, steps: int) -> float:
     """What the probes of the rounds cost for each step of the run, in steps. Without exploring there are none."""
     part = max((plan.until.get(name, steps) for name in options.explored()), default=0) / steps
-    own = plan.interval or min(max(steps // 200, 1), 1000)
-    interval = min(own, steps) if options.interval == "auto" else options.interval
-    return part * (options.replicas + 1) * _PROBE_BATCHES / 3 / interval
+    interval = plan.auto_interval(steps) if options.interval == "auto" else options.interval
+    return part * (options.replicas + 1) * _PROBE_BATCHES / 3 / (interval or 1)
 
 
 def make_smoothing(options: RunOptions) -> Scalar:

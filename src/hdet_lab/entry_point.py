@@ -5,6 +5,7 @@ Neither this module nor the package's `__init__` imports torch or hdet. Read on 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -32,6 +33,7 @@ def main() -> int:
         from hdet_lab.launch import end_server  # noqa: PLC0415
 
         end_server()
+        gc.collect()  # what the launcher has left lets go of its semaphores, or Python warns of them
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -14,6 +14,7 @@ import tempfile
 import traceback
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -43,10 +44,10 @@ def prepare(processes: bool = True) -> None:
         multiprocessing.set_forkserver_preload(_PRELOADED)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # it ignores Ctrl-C and SIGTERM only
         try:
-            multiprocessing.resource_tracker.ensure_running()  # which unblocks what _deaf() blocks
+            multiprocessing.resource_tracker.ensure_running()  # which unblocks what deaf() blocks
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        with _deaf():
+        with deaf():
             multiprocessing.forkserver.ensure_running()
 
 
@@ -74,7 +75,7 @@ def launch(jobs: Sequence[Job], *, one_process: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def _deaf() -> Iterator[None]:
+def deaf() -> Iterator[None]:
     """Processes that start within it do not hear Ctrl-C until they unblock it, in place of a traceback.
 
     This one hears afterwards what was sent meanwhile.
@@ -119,9 +120,10 @@ def _launch_processes(jobs: Sequence[Job], size: int) -> None:
             max_restarts=0,
             start_method=_METHOD,
             local_addr="localhost",
-            shutdown_timeout=_SECONDS_TO_HEAR,
             signals_to_handle=_handled(),
         )
+        if hasattr(config, "shutdown_timeout"):  # not in torch 2.10, which waits for longer
+            config = replace(config, shutdown_timeout=_SECONDS_TO_HEAR)
         with _interruptible(jobs), _quiet():
             try:
                 _await_imports()

@@ -19,7 +19,7 @@ from hdet_lab.recipe import Recipe
 from hdet_lab.status_line import StatusLine
 from hdet_lab.tasks import Task
 
-_LINES_PER_RUN = 200
+LINES_PER_RUN = 200
 
 
 class Clock:
@@ -92,7 +92,7 @@ class Meter:
         self._schedule, self._ensemble, self._files = schedule, ensemble, files
         self._replicas = find_replicas()
         self._steps = steps
-        self._every = max(1, steps // _LINES_PER_RUN)
+        self._every = max(1, steps // LINES_PER_RUN)
         self._losses: list[Tensor] = []
         self._rate = self._center()  # of the step under way
         method = options.controller if options.fans_out else "plain"

@@ -25,7 +25,7 @@ from hdet_lab.lock import locked
 from hdet_lab.options import RunOptions
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "recvValue failed")
-_SECONDS_TO_ANSWER = 20.0  # the first replica's store answers at once
+SECONDS_TO_ANSWER = 20.0  # the first replica's store answers at once
 _SECONDS_FOR_THE_CULPRIT = 5.0  # a replica that merely lost the others lets the one that failed be seen first
 
 
@@ -60,6 +60,8 @@ def work(jobs: Sequence[Job]) -> None:
         with warnings_in_words(_is_first()):
             for job in jobs:
                 perform(job)
+    except LabError as error:  # the launcher shows its message alone, and a full disk may have no room for more
+        raise error.with_traceback(None) from None
     except Exception as error:
         if any(text in str(error) for text in _LOST):
             time.sleep(_SECONDS_FOR_THE_CULPRIT)
@@ -104,13 +106,13 @@ def _require_store(where: str) -> None:
     """Tell a port that another program holds. torch itself waits for such a program's answer without end."""
     host, _, port = where.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=_SECONDS_TO_ANSWER).close()
+        socket.create_connection((host, int(port)), timeout=SECONDS_TO_ANSWER).close()
     except (OSError, ValueError):
         return  # nobody is there yet: torch waits, and says what is wrong with an address
     answers: queue.Queue[str] = queue.Queue()
 
     def ask() -> None:
-        timeout = timedelta(seconds=_SECONDS_TO_ANSWER)
+        timeout = timedelta(seconds=SECONDS_TO_ANSWER)
         try:
             dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
             answers.put("")
@@ -119,9 +121,9 @@ def _require_store(where: str) -> None:
 
     threading.Thread(target=ask, daemon=True).start()
     try:
-        reason = answers.get(timeout=_SECONDS_TO_ANSWER)
+        reason = answers.get(timeout=SECONDS_TO_ANSWER)
     except queue.Empty:
-        reason = f"no answer in {_SECONDS_TO_ANSWER:.0f} s"
+        reason = f"no answer in {SECONDS_TO_ANSWER:.0f} s"
     if reason:
         raise LabError(f"the replicas cannot meet at {where}, which another program holds; try another port ({reason})")
 

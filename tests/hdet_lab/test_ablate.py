@@ -83,11 +83,11 @@ def test_bad_arguments_are_one_line(wrong, said, tmp_path, capsys):
 
 def test_the_first_rate_that_gives_half_back():
     losses = {0.01: 1.0, 0.03: 1.9, 0.09: 2.0, 0.27: 9.0}
-    assert ablation._breaking(0.01, lambda rate: (losses[rate], 3.0)) == 0.09
+    assert ablation.breaking_rate(0.01, lambda rate: (losses[rate], 3.0)) == 0.09
     losses[0.09] = float("nan")
-    assert ablation._breaking(0.01, lambda rate: (losses[rate], 3.0)) == 0.09
+    assert ablation.breaking_rate(0.01, lambda rate: (losses[rate], 3.0)) == 0.09
     with pytest.raises(OptionError, match="high_lr was not found: plain training works at all rates up to 590"):
-        ablation._breaking(0.01, lambda rate: (1.0, 3.0))
+        ablation.breaking_rate(0.01, lambda rate: (1.0, 3.0))
 
 
 def test_what_became_of_the_groups(tmp_path):
@@ -98,7 +98,7 @@ def test_what_became_of_the_groups(tmp_path):
         for k, (base, scale) in enumerate(zip(bases, scales, strict=True))
     ]  # fmt: skip
     (tmp_path / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
-    assert ablation._groups([tmp_path]) == {"dense": {"half": 0.9, "tenth": 0.5}}
+    assert ablation.scales_by_group([tmp_path]) == {"dense": {"half": 0.9, "tenth": 0.5}}
 
 
 def test_a_row_that_diverges_is_a_row(tmp_path, capsys):

@@ -6,7 +6,6 @@ import io
 import itertools
 import json
 import multiprocessing
-import os
 import re
 import shutil
 import socket
@@ -16,10 +15,10 @@ import time
 
 import pytest
 import torch
+from commands import ENVIRONMENT, SMOKE, run
 from torch import nn
 
 import hdet
-from hdet._run.checks import check_interval
 from hdet_lab import cli, ensemble_from_options, finder, pictures, run_log, run_start, summary
 from hdet_lab import demo as demos
 from hdet_lab import sweep as sweeps
@@ -28,26 +27,12 @@ from hdet_lab.folder import RunFolder, read, read_lines
 from hdet_lab.lock import LOCK, locked
 from hdet_lab.options import RunOptions
 
-SMOKE = ("--size", "smoke", "--steps", "12")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 def found_rate(rate, steps, samples=0, cost=0.0, seconds=0.0):
     interval = (rate / 3, rate * 3)
     return hdet.FoundRate(rate, 1.0, ((rate,),), interval, interval, 1.0, 2.0, [], [], steps, samples, cost, seconds)
-
-
-def run(*command, timeout=100, **environment):
-    """What a command prints and returns."""
-    return subprocess.run(
-        [str(part) for part in command],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        env=ENVIRONMENT | environment,
-    )
 
 
 def losses(folder):
@@ -207,9 +192,9 @@ def test_the_demo_ends_in_three_rows_and_pictures(tmp_path, capsys, monkeypatch)
     monkeypatch.setattr(
         demos, "read_lines", lambda path: [{"step": 7 * record["step"], "probe": 1} for record in rounds]
     )
-    assert f"after every {7 * rounds[0]['step']} steps: what not knowing" in demos._cost(folder / "hdet-low", {})
+    assert f"after every {7 * rounds[0]['step']} steps: what not knowing" in demos.search_cost(folder / "hdet-low", {})
     monkeypatch.setattr(demos, "read_lines", lambda path: [])
-    assert "include 290 steps\n" in demos._cost(folder / "hdet-low", {"finder_steps": 290})
+    assert "include 290 steps\n" in demos.search_cost(folder / "hdet-low", {"finder_steps": 290})
     assert {path.name for path in folder.iterdir()} >= {"fan.png", "losses.png", "plain-low", "hdet-low"}
     peaks = [read(folder / name / "result.json")["peak_lr"] for name in ("plain-low", "plain-best", "hdet-low")]
     assert peaks[0] == peaks[2] == peaks[1] / 10
@@ -394,7 +379,7 @@ def stop_at(folder, step):
 
 def test_a_run_that_was_stopped_goes_on(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "run"
-    monkeypatch.setattr(run_log, "_LINES_PER_RUN", 8)  # a line every third step: a checkpoint is between two
+    monkeypatch.setattr(run_log, "LINES_PER_RUN", 8)  # a line every third step: a checkpoint is between two
     options = ("--interval", "4", "--dropout", "0.2", "--checkpoint-every", "10", "--in-process")
     assert cli.main(["train", "digits", "--size", "smoke", "--steps", "24", *options, "--folder", str(folder)]) == 0
     whole, rounds, result = losses(folder), read_lines(folder / "rounds.jsonl"), read(folder / "result.json")
@@ -455,7 +440,7 @@ def test_what_is_charged_is_what_the_run_that_is_left_costs(controller, steps, f
     plan = ensemble_from_options.make_controller(options, left, bool(found)).plan(list(options.explored()), left)
 
     def cost(length):
-        probing = 0 if found else 5 * 4 / 3 / check_interval("auto", left, True, plan.interval)
+        probing = 0 if found else 5 * 4 / 3 / plan.auto_interval(left)
         return length * (1 + probing) + found
 
     assert cost(left) <= steps < cost(left + 1)

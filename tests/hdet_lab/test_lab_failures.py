@@ -15,7 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from test_lab import ENVIRONMENT, SMOKE, run
+from commands import ENVIRONMENT, SMOKE, run
 
 from hdet_lab import cli, launch, tasks, worker
 from hdet_lab.errors import LabError
@@ -94,8 +94,8 @@ def failing_work(jobs):
 
 
 def full_disk_work(jobs):
-    """A replica's life with room for files of 2500 bytes."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2500, 2500))
+    """A replica's life with room for files of 8000 bytes, as long tracebacks are."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
     worker.work(jobs)
 
 
@@ -121,7 +121,8 @@ def test_a_failing_replica_in_one_process(tmp_path, monkeypatch, capsys):
 
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(launch, "work", full_disk_work)
-    assert cli.main(["train", "text", *SMOKE, "--folder", str(tmp_path / "run")]) == 1
+    many = ("--size", "smoke", "--steps", "40", "--interval", "1")
+    assert cli.main(["train", "text", *many, "--folder", str(tmp_path / "run")]) == 1
     errors = capfd.readouterr().err
     assert re.fullmatch(r"hdet: error: cannot write .*rounds.jsonl: File too large\n", errors), errors
     assert not multiprocessing.active_children()
@@ -202,7 +203,7 @@ def test_bad_arguments_are_one_line(arguments, code, says, capsys, monkeypatch, 
 
 def test_missing_data_are_one_line_before_anything_starts(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    sys.modules["hdet_lab.tasks.digits"]._load.cache_clear()
+    sys.modules["hdet_lab.tasks.digits"].load.cache_clear()
     assert cli.main(["train", "digits", *SMOKE, "--folder", str(tmp_path / "run")]) == 1
     errors = capsys.readouterr().err
     assert re.fullmatch(r"hdet: error: the digits task .* pip install 'hdet\[lab\]'\n", errors), errors
@@ -264,7 +265,7 @@ def test_a_signal_while_a_process_is_started_is_heard_afterwards():
         "import numpy\n"
         "from hdet_lab import launch\n"
         "try:\n"
-        "    with launch._deaf():\n"
+        "    with launch.deaf():\n"
         "        child = subprocess.Popen([sys.executable, '-c', 'print(input())'], stdin=subprocess.PIPE, text=True)\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"
         "        child.send_signal(signal.SIGINT)\n"
@@ -303,7 +304,7 @@ def test_a_port_in_use_is_one_line(tmp_path, monkeypatch, capfd):
 
 
 def test_a_stranger_at_the_meeting_place_is_told_in_seconds(monkeypatch):
-    monkeypatch.setattr(worker, "_SECONDS_TO_ANSWER", 1.0)
+    monkeypatch.setattr(worker, "SECONDS_TO_ANSWER", 1.0)
     threads = threading.active_count()
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", 0))

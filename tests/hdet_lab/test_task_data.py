@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hdet_lab.tasks import flights_table, make
-from hdet_lab.tasks.flights import _auc
+from hdet_lab.tasks.flights import auc
 
 HEADER = ",".join(flights_table.COLUMNS) + "\n"
 GOOD = "2013,1,1,900,100,0,0,UA,N1,JFK,LAX\n"
@@ -124,7 +124,7 @@ def test_auc():
 
     generator = torch.Generator().manual_seed(0)
     scores, labels = torch.randn(500, generator=generator), (torch.rand(500, generator=generator) > 0.8).float()
-    assert _auc(scores, labels) == pytest.approx(roc_auc_score(labels, scores))
+    assert auc(scores, labels) == pytest.approx(roc_auc_score(labels, scores))
 
 
 def test_the_flights_are_cached_on_disk_and_a_damaged_cache_is_read_anew(tmp_path, monkeypatch):

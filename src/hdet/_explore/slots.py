@@ -75,6 +75,15 @@ def deal(
     return tuple(rungs[slot] for slot in slots(size, seed, round_index, name))
 
 
+def check_design(design: Design) -> Design:
+    """The design, if there is one of that name."""
+    if design not in get_args(Design):
+        raise ValueError(
+            f'design must be "permutations", "orthogonal" or "turns", got {design!r}; write for example "orthogonal"'
+        )
+    return design
+
+
 def deal_round(
     size: int, seed: int, round_index: int, explored: Sequence[tuple[str, float, Ladder]], design: Design
 ) -> dict[str, tuple[float, ...]]:
@@ -93,10 +102,7 @@ def deal_round(
               that effects are told apart exactly and each is seen at its widest. See `_orthogonal`.
             - `turns`: round k explores the (k mod H)-th of H, by a permutation of its ladder; the others stay at 1.
     """
-    if design not in get_args(Design):
-        raise ValueError(
-            f'design must be "permutations", "orthogonal" or "turns", got {design!r}; write for example "orthogonal"'
-        )
+    check_design(design)
     dealt = {name: (1.0,) * size for name, _, _ in explored}
     wide = [entry for entry in explored if entry[1] > (0 if entry[2] == "linear" else 1)]
     if size == 1 or not wide:

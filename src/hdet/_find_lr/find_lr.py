@@ -22,6 +22,7 @@ from hdet._probe.probe import Probe, check_loss_fn
 from hdet._replicas import Where
 from hdet._replicas.agreement import Agreement, claim
 from hdet._tensors.deepspeed import check_deepspeed
+from hdet._tensors.parameters import parameters_of
 
 TAKEN = 64
 """Batches of global steps that a search takes from a loader to train on; four more are scored."""
@@ -232,5 +233,4 @@ def _clip(norm: float | None, optimizers: Sequence[Optimizer]) -> Callable[[], o
     if norm is None:
         return None
     check_number("clip_grad_norm", norm, Rule(lambda x: 0 < x < math.inf, "be positive and finite", "1.0"))
-    trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    return partial(clip_grad_norm_, trained, float(norm))
+    return partial(clip_grad_norm_, parameters_of(*optimizers), float(norm))

@@ -27,7 +27,7 @@ from hdet._replicas import Where, find_replicas
 from hdet._replicas.fingerprint import Claims, fingerprint
 from hdet._user_warning import warn
 
-_LOWER = (1, 16, 256)  # where the second ramp begins, if the loss is dead at once
+LOWER = (1, 16, 256)  # where the second ramp begins, if the loss is dead at once
 
 
 class Search:
@@ -111,7 +111,7 @@ def _find(trial: Trial, fine: Fine, factor_of: Callable[[float], float], total_s
     half_way = coarse.half_way(first_curve, first)
     if half_way is None:
         raise no_rate(trial, first, [first_curve])
-    for lower in _LOWER:
+    for lower in LOWER:
         second_curve = _ramp(trial, fine, half_way / lower, first)
         interval = fine.interval(second_curve, first)
         if interval is not None or not fine.began_too_high(second_curve):

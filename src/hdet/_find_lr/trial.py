@@ -17,6 +17,7 @@ from hdet._find_lr.workload import Workload
 from hdet._hooks import innermost
 from hdet._replicas import Replicas
 from hdet._tensors.attributes import Attributes, modules_of_users
+from hdet._tensors.parameters import parameters_of
 from hdet._tensors.restore import Frozen, Generators, Modules, OptimizerState, Others, Weights
 from hdet._tensors.shards import reshard
 from hdet._user_warning import warn
@@ -56,7 +57,7 @@ class Trial:
         self._modules = Modules(model)
         self._attributes = Attributes(modules_of_users(innermost(model)))
         reshard(model)  # while whole weights are gathered its parameters are others
-        trained = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        trained = parameters_of(*optimizers)
         self._device = trained[0].device
         self._weights = Weights([*trained, *(p for p in model.parameters() if p.requires_grad)])
         known = {id(p) for p in trained}

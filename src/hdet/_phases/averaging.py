@@ -34,7 +34,7 @@ class Averaging(Phase):
             raise self._run.diverged(rnd.lost)
         tensors = rnd.tensors or (self._run.tensors.to_average() if rnd.sick else [])
         self._average(tensors, rnd.averaged)
-        self._run.at.equal = True
+        self._run.made_equal()
 
     def finish(self, rnd: Round) -> None:
         """Average what each replica has kept as its own: plain training with shared gradients may follow."""

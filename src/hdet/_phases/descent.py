@@ -8,7 +8,7 @@ from hdet._phases.phase import Phase, Round, State
 from hdet._probe.score import typical
 from hdet._run.run import Run
 from hdet._user_warning import warn
-from hdet.controllers.evidence import words_not_learning
+from hdet.controllers.confidence import words_not_learning
 from hdet.records.trend import Descent, words
 
 

@@ -5,6 +5,9 @@
 An outer step of 1/2 every few steps forgives learning rates that are too high. Without fan-out and with shared
 gradients all replicas hold the same weights, so nothing is sent. `Nesterov` takes the way as a gradient instead, for
 local gradients and rounds of hundreds of steps.
+
+torch.optim.SGD does the same arithmetic, and a test compares the two. It is not used: it would need a third copy of
+the weights for its gradients, and would keep momenta of half precision beside weights of half precision.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from hdet._replicas import Replicas, Where, find_replicas
+from hdet._replicas.claims import same
 from hdet._replicas.fingerprint import SECTIONS, Claims
 from hdet._replicas.store import MissingError, same_calls, who
 
@@ -181,7 +181,7 @@ def _odd(values: list[str]) -> tuple[list[int], str]:
 def alike(a: object, b: object) -> bool:
     """Whether two claims are the same, up to the last digits of another machine's arithmetic."""
     if isinstance(a, float) and isinstance(b, float):
-        return a == b or abs(a - b) <= 1e-12 * max(abs(a), abs(b)) or (math.isnan(a) and math.isnan(b))
+        return same(a, b)
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(alike, a, b))
     return a == b

@@ -72,7 +72,7 @@ class Replicas:
         Raises:
             MissingError: if some replicas do not come within the group's timeout.
         """
-        lookout = self._lookout()
+        lookout = self.lookout()
         return decide([mine] * self.size) if lookout is None else lookout.settle(mine, decide)
 
     def part(self, readers: int | None = None) -> None:
@@ -81,19 +81,19 @@ class Replicas:
         Args:
             readers: how many there are to know it; by default all.
         """
-        lookout = self._lookout()
+        lookout = self.lookout()
         if lookout is not None:
             lookout.part(lookout.board.size if readers is None else readers)
 
     def arrive(self, place: str, call: str | None = None) -> None:
         """Leave word of where this replica is, before others may wait for it there; see `Lookout.arrive`."""
-        lookout = self._lookout()
+        lookout = self.lookout()
         if lookout is not None:
             lookout.arrive(place, call)
 
     def last_seen(self, ranks: Sequence[int]) -> str:
         """Where these replicas were last seen, in words; empty if they were not."""
-        lookout = self._lookout()
+        lookout = self.lookout()
         return "" if lookout is None else lookout.last_seen(ranks)
 
     def explain(
@@ -105,7 +105,7 @@ class Replicas:
         take until they have met the error too: at the group's timeout after they `began` to wait. If some may wait in
         `wrappers` for one another, they are made to meet it now.
         """
-        lookout = self._lookout()
+        lookout = self.lookout()
         return None if lookout is None else lookout.explain(error, began, wrappers)
 
     @property
@@ -197,7 +197,7 @@ class Replicas:
 
         That is with gloo always, and with others where the result is to be `read` from the device at once.
         """
-        lookout = self._lookout()
+        lookout = self.lookout()
         if lookout is not None and self._group()._get_backend(device).name() == "gloo":
             lookout.wait(work)
         else:
@@ -205,7 +205,7 @@ class Replicas:
                 lookout.outlast(work)
             work.wait()
 
-    def _lookout(self) -> Lookout | None:
+    def lookout(self) -> Lookout | None:
         """What the replicas know of each other; None in a dry run on a fake group, where there is nobody else."""
         if self._seen is None and self.size > 1:
             parent = self.group or dist.group.WORLD
@@ -214,7 +214,7 @@ class Replicas:
 
     def _await_all(self) -> None:
         """Before a process group is made: whoever waits in there cannot look who is missing."""
-        lookout = self._lookout()
+        lookout = self.lookout()
         if lookout is not None:
             lookout.gather()
 

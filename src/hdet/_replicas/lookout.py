@@ -122,7 +122,7 @@ class Lookout(Notes):
         """
         began = time.monotonic()
         if not self.board.meet(self.looks()):
-            found = self._call_the_roll(began)
+            found = self.call_the_roll(began)
             if found:
                 raise found
 
@@ -148,10 +148,10 @@ class Lookout(Notes):
                 if sure:
                     for wrapper in wrappers:
                         _break_off(wrapper)
-                    return self._call_the_roll(began)
+                    return self.call_the_roll(began)
                 found = self._others_failed(own, began) if _may_be_of_a_collective(error) else None
                 if found is None:
-                    self._say_failed(own)
+                    self.say_failed(own)
                     self._decide([self.board.rank], said={self.board.rank: own})
                 return found
         except RuntimeError:
@@ -182,7 +182,7 @@ class Lookout(Notes):
                 lost = self._any_ended(self._neighbours())
                 self._ended_at = (self._ended_at or time.monotonic()) if lost else None
                 gone = lost and time.monotonic() - (self._ended_at or 0.0) >= _IN_FLIGHT
-                found = self._call_the_roll(began) if gone else self._compare_places()
+                found = self.call_the_roll(began) if gone else self._compare_places()
             late = time.monotonic() - began > self.board.timeout - 3 * _NEXT_LOOK
             if not found and late:  # the others may leave before this one
                 self._last_seen = self._places()
@@ -206,7 +206,7 @@ class Lookout(Notes):
         if called is None or called == self._answered or not self._concerns(json.loads(called)[0]):
             return
         self._answered, self._answered_at = called, time.monotonic()
-        self._say_failed(None)
+        self.say_failed(None)
 
     def _compare_places(self) -> LostReplicaError | None:
         """Whether the next replica has come to another call than this one, where all must make the same."""
@@ -244,9 +244,9 @@ class Lookout(Notes):
                 return self._decide(stopped) if stopped and late else None
             time.sleep(self._poll())
 
-    def _call_the_roll(self, began: float) -> LostReplicaError | None:
+    def call_the_roll(self, began: float) -> LostReplicaError | None:
         """Ask who is there, until it is known who is not."""
-        self._say_failed(None)
+        self.say_failed(None)
         board, called = self.board, time.monotonic()
         board.share("called", json.dumps([self._arrivals, board.rank]))
         over = began + board.timeout + _ROLL_CALL

@@ -109,7 +109,7 @@ class Notes:
 
     # Who has failed
 
-    def _say_failed(self, said: str | None) -> None:
+    def say_failed(self, said: str | None) -> None:
         self._said_failed = True
         self.board.write("failed", json.dumps([self._arrivals, said]))
 

@@ -61,9 +61,9 @@ class ShardedReplicas(Replicas):
         super().close()
         self._whole.close()
 
-    def _lookout(self) -> Lookout | None:
+    def lookout(self) -> Lookout | None:
         """Of all ranks."""
-        return self._whole._lookout()
+        return self._whole.lookout()
 
     def _place(self, rank: int) -> int:
         assert self._whole.group is not None

@@ -99,7 +99,7 @@ def _fan(axis: Any, told: dict[str, Any], name: str, run: Run) -> None:
     axis.plot(steps, _nan(row["base"]), "k--", linewidth=1, label="schedule")
     axis.plot(steps, _nan(row["center"]), "k-", linewidth=1.2, label="center")
     axis.set_xlabel("step")
-    axis.set_ylabel(_quantity(name))
+    axis.set_ylabel(quantity(name))
     axis.legend(fontsize="small")
 
 
@@ -204,7 +204,7 @@ def _with_losses(told: dict[str, Any]) -> int | None:
     return next((at for at in differ if told["best"][at] is not None), None)
 
 
-def _quantity(name: str) -> str:
+def quantity(name: str) -> str:
     """What the values of a hyperparameter are: "learning_rate/dense" is a learning rate."""
     return _plain(name.partition("/")[0].replace("_", " "))
 

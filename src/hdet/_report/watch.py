@@ -40,13 +40,15 @@ class Watch:
 
     Attributes:
         url: where the page is.
+        address: what it is served on: host and port.
     """
 
     def __init__(self, runs: Sequence[Run], port: int = 0) -> None:
         self._runs = list(runs)
         self._lock = threading.Lock()  # runs are read by one request at a time
         self._server = _Server((_ADDRESS, port), self._handler())
-        self.url = f"http://{_ADDRESS}:{self._server.server_address[1]}/"
+        self.address = self._server.server_address[:2]
+        self.url = f"http://{_ADDRESS}:{self.address[1]}/"
 
     def serve(self) -> None:
         """Answer until `close()`, or Ctrl-C."""
@@ -82,7 +84,7 @@ class Watch:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 # A page elsewhere that has this address under a name of its own must not read the runs.
-                port = watch._server.server_address[1]
+                port = watch.address[1]
                 if self.headers.get("Host") not in (f"{_ADDRESS}:{port}", f"localhost:{port}"):
                     self._answer(HTTPStatus.FORBIDDEN, "text/plain", "ask for 127.0.0.1")
                     return

@@ -11,20 +11,20 @@ from torch.optim import Optimizer
 from hdet._arguments import check_count
 from hdet._explore.hyperparameter import Hyperparameter
 from hdet._explore.in_forward import InForward
-from hdet._explore.in_groups import InGroups
-from hdet._explore.slots import Design
+from hdet._explore.in_groups import InGroups, is_rate
 from hdet._options.averaging import Averaging
 from hdet._options.safety import Safety
 from hdet._probe.probe import Probe
 from hdet._replicas import Where, find_replicas
 from hdet._tensors.local_gradients import Gradients
+from hdet._tensors.parameters import parameters_of
 from hdet._tensors.shards import is_a, is_sharded
 from hdet._user_warning import warn
-from hdet.controllers import Controller, Fixed, LineSearch
+from hdet.controllers import Controller, Fixed, LineSearch, Plan
 
 
 def check_interval(
-    interval: int | Literal["auto"], total_steps: int | None, explores: bool, wanted: int | None = None
+    interval: int | Literal["auto"], total_steps: int | None, explores: bool, plan: Plan | None = None
 ) -> int:
     """The interval in steps, "auto" resolved; warn if it is longer than a run that explores anything.
 
@@ -32,16 +32,15 @@ def check_interval(
         interval: what the user said.
         total_steps: of the run, if known.
         explores: whether replicas get different values.
-        wanted: what the controller would have for "auto".
+        plan: what the controller wants, for "auto".
     """
     if total_steps is not None:
         check_count("total_steps", total_steps)
-    if interval == "auto" and wanted is not None:
-        return wanted if total_steps is None else min(wanted, total_steps)
     if interval == "auto":
-        if total_steps is None:
+        found = (plan or Plan()).auto_interval(total_steps)
+        if found is None:
             raise ValueError('interval="auto" needs total_steps; give total_steps, or an interval in steps')
-        return min(max(total_steps // 200, 1), 1000)
+        return found
     check_count("interval", interval)
     if explores and total_steps is not None and interval > total_steps:
         warn(
@@ -49,13 +48,6 @@ def check_interval(
             "at the end, and no controller acts; use a shorter interval"
         )
     return interval
-
-
-def check_design(design: Design) -> Design:
-    """The design, if there is one of that name."""
-    if design not in ("permutations", "orthogonal", "turns"):
-        raise ValueError(f'design must be "permutations", "orthogonal" or "turns", got {design!r}')
-    return design
 
 
 def check_averaging(averaging: Averaging | None) -> Averaging:
@@ -79,13 +71,11 @@ def check_safety(safety: Safety | None) -> Safety:
 
 def check_guard(optimizers: Sequence[Optimizer]) -> None:
     """Raise unless every rank sees whole gradients, so that all decide alike."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if any(is_sharded(p) for p in group["params"]):
-                raise ValueError(
-                    "guard=True needs whole gradients on every rank, but they are sharded: each rank would decide by "
-                    "its own part; leave guard out, and use the skipping of your GradScaler or of FSDP"
-                )
+    if any(map(is_sharded, parameters_of(*optimizers))):
+        raise ValueError(
+            "guard=True needs whole gradients on every rank, but they are sharded: each rank would decide by "
+            "its own part; leave guard out, and use the skipping of your GradScaler or of FSDP"
+        )
 
 
 def check_controller(controller: object) -> None:
@@ -184,7 +174,7 @@ def check_buffers(explored: Sequence[Hyperparameter], model: nn.Module | None) -
 
 def check_line_search(controller: Controller, explored: Sequence[Hyperparameter]) -> None:
     """Raise if a line search is to move something else than a learning rate."""
-    other = [h.name for h in explored if not (isinstance(h, InGroups) and h.key == "lr")]
+    other = [h.name for h in explored if not is_rate(h)]
     if isinstance(controller, LineSearch) and other:
         raise ValueError(
             f"LineSearch is for learning rates, and {other[0]} is none: a round does not go proportionally farther "
@@ -221,7 +211,7 @@ def check_model(model: object, optimizers: Sequence[Optimizer]) -> None:
         return
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass the module you train")
-    trained = {id(p) for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]}
+    trained = set(map(id, parameters_of(*optimizers)))
     if not any(id(p) in trained for p in model.parameters()):
         raise ValueError(
             f"model must be the one that the optimizer trains, got a {type(model).__name__} that shares no "

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 
 from hdet._explore.hyperparameter import Hyperparameter
 from hdet._explore.in_forward import InForward
-from hdet._explore.in_groups import InGroups
+from hdet._explore.in_groups import InGroups, is_rate
 from hdet._options.averaging import Averaging
 from hdet._user_warning import warn
 from hdet.controllers import Controller, Fixed, LineSearch, Plan, Softmax
@@ -69,7 +69,7 @@ def warn_of_bases(explored: Iterable[Hyperparameter]) -> None:
     explored = list(explored)
     off: dict[str, list[bool]] = {}  # of momenta and decays; a rate of 0 may be the start of a schedule
     for h in explored:
-        if isinstance(h, InGroups) and h.key != "lr":
+        if isinstance(h, InGroups) and not is_rate(h):
             off.setdefault(h.place, []).extend(not h.steered(float(base)) for base in h.bases())
     for place, each in off.items():
         if all(each):

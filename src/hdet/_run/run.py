@@ -90,6 +90,10 @@ class Run:
         """Whether they are known to hold the same weights."""
         return not self.rounds.diverges or (self.at.equal and not self.values.fan_out.steps)
 
+    def made_equal(self) -> None:
+        """They do now: they were averaged, or have gone back together."""
+        self.at.equal = True
+
     @property
     def mid_round(self) -> bool:
         """Whether a round is under way, in which the replicas hold different weights."""

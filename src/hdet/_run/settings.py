@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from hdet._arguments import check_flag
 from hdet._explore.hyperparameter import Hyperparameter, flatten
-from hdet._explore.in_groups import InGroups, learning_rate
-from hdet._explore.slots import Design
+from hdet._explore.in_groups import is_rate, learning_rate
+from hdet._explore.slots import Design, check_design
 from hdet._hooks import unwrap
 from hdet._options.averaging import Averaging
 from hdet._options.safety import Safety
@@ -92,7 +92,7 @@ class Settings(Arguments):
     @property
     def rates(self) -> list[str]:
         """The hyperparameters that are learning rates, by name."""
-        return [h.name for h in self.hyperparameters if _is_rate(h)]
+        return [h.name for h in self.hyperparameters if is_rate(h)]
 
     def told(self) -> dict[str, object]:
         """What was given beside the hyperparameters, in plain values, as the other replicas are told."""
@@ -147,7 +147,7 @@ def read_settings(given: Arguments) -> Settings:
     where = check_where(given.replicas)
     _check(given, controller, averaging, safety, optimizers, explored)
     wanted = plan(controller, [h.name for h in explorable], given.total_steps, _replicas(where))
-    if safety.rollback is not None and not any(map(_is_rate, explorable)):
+    if safety.rollback is not None and not any(map(is_rate, explorable)):
         explorable.append(learning_rate(optimizers, spread=0.0))  # to be cut
     diverges = bool(explored) or given.gradients == "local"
     tail = wanted.tail_average if explored else 0.0  # with a spread of 0 it is plain training
@@ -157,8 +157,8 @@ def read_settings(given: Arguments) -> Settings:
         "explored": explored,
         "controller": controller,
         "plan": replace(wanted, why={**wanted.why, **_tail_told(given, averaging, tail)}),
-        "interval": checks.check_interval(given.interval, given.total_steps, diverges, wanted.interval),
-        "design": checks.check_design(given.design or wanted.design),
+        "interval": checks.check_interval(given.interval, given.total_steps, diverges, wanted),
+        "design": check_design(given.design or wanted.design),
         "averaging": _completed(averaging, wanted, tail, given),
         "safety": safety,
         "on_round": tuple(given.on_round),
@@ -246,10 +246,6 @@ def _replicas(where: Where | None) -> int | None:
     size = find_replicas(where).size
     launched = os.environ.get("WORLD_SIZE") not in (None, "", "1")
     return None if size == 1 and launched and not dist.is_initialized() else size
-
-
-def _is_rate(h: Hyperparameter) -> bool:
-    return isinstance(h, InGroups) and h.key == "lr"
 
 
 def _kind(probe: AnyProbe | None) -> object:

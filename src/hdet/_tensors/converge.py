@@ -15,6 +15,7 @@ from torch._utils import _unflatten_dense_tensors
 from torch.optim import Optimizer
 
 from hdet._replicas import LostReplicaError, Replicas, Travelling, collective_device
+from hdet._tensors.parameters import once, parameters_of
 from hdet._tensors.shards import part
 
 BUCKET_BYTES = 16 * 2**20
@@ -29,13 +30,7 @@ def parameters(optimizers: Iterable[Optimizer], trained: Container[int] = ()) ->
         optimizers: whose parameters.
         trained: ids of parameters that were trained earlier in the round, and may have been frozen since.
     """
-    return _averageable(
-        p
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.requires_grad or id(p) in trained
-    )
+    return _averageable(p for p in parameters_of(*optimizers) if p.requires_grad or id(p) in trained)
 
 
 def buffers(module: nn.Module | None) -> list[Tensor]:
@@ -90,7 +85,7 @@ def average(
     """
     own = [t.detach().clone() for t in tensors] if atomic else []
     try:
-        _average(tensors, replicas, bucket_bytes, of)
+        average_in_buckets(tensors, replicas, bucket_bytes, of)
         if atomic:
             replicas.gather(torch.zeros(1, dtype=torch.float64, device=collective_device(tensors)))  # all have it
     except LostReplicaError as error:
@@ -110,7 +105,9 @@ _HALF_AVERAGED = (
 
 
 @torch.no_grad()
-def _average(tensors: Sequence[Tensor], replicas: Replicas, bucket_bytes: int, of: Sequence[int] | None) -> None:
+def average_in_buckets(
+    tensors: Sequence[Tensor], replicas: Replicas, bucket_bytes: int, of: Sequence[int] | None
+) -> None:
     buffers: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     travelling: _Travelling | None = None
     for number, batch in enumerate(_batches(tensors, bucket_bytes)):
@@ -135,14 +132,14 @@ def averaged(
 
     So do those in `kept`, which are not averaged. Costs one copy of both. They come back too if averaging fails.
     """
-    once = [elements(t) for t in {id(t): t for t in (*tensors, *kept)}.values()]
-    own = [t.detach().clone() for t in once]
+    touched = [elements(t) for t in once((*tensors, *kept))]
+    own = [t.detach().clone() for t in touched]
     try:
-        _average(tensors, replicas, BUCKET_BYTES, of)
+        average_in_buckets(tensors, replicas, BUCKET_BYTES, of)
         yield
     finally:
         with torch.no_grad():
-            for tensor, value in zip(once, own, strict=True):
+            for tensor, value in zip(touched, own, strict=True):
                 tensor.copy_(value)
 
 
@@ -211,8 +208,7 @@ def _arithmetic(dtype: torch.dtype) -> torch.dtype:
 
 
 def _averageable(tensors: Iterable[Tensor]) -> list[Tensor]:
-    once = [part(t) for t in {id(t): t for t in tensors}.values()]
-    return [elements(t) for t in once if has_numbers(t)]
+    return [elements(t) for t in map(part, once(tensors)) if has_numbers(t)]
 
 
 def has_numbers(tensor: Tensor) -> bool:

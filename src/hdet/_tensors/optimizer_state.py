@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from hdet._tensors.parameters import parameters_of
 from hdet._tensors.shards import part
 
 # Optimizers whose state is a function of the gradients alone. With shared gradients it stays equal on all
@@ -40,8 +41,7 @@ def that_differs(optimizers: Iterable[Optimizer], explored: Iterable[str], local
         part(value)
         for optimizer in optimizers
         if local or can_differ(optimizer, keys)
-        for group in optimizer.param_groups
-        for p in group["params"]
+        for p in parameters_of(optimizer)
         for key, value in sorted(optimizer.state.get(p, {}).items(), key=lambda item: str(item[0]))
         if key != "step" and isinstance(value, Tensor) and value.device == p.device
         if (value.is_floating_point() or value.is_complex()) and part(value).numel()
@@ -53,8 +53,7 @@ def all_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     return [
         part(value)
         for optimizer in optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
+        for p in parameters_of(optimizer)
         for _, value in sorted(optimizer.state.get(p, {}).items(), key=lambda item: str(item[0]))
         if isinstance(value, Tensor) and value.device == p.device and part(value).numel()
     ]
@@ -64,7 +63,7 @@ def all_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 def create(optimizer: Optimizer) -> None:
     """Make the state that the first step makes: a step with zero gradients and rates, which changes no parameter."""
     groups = optimizer.param_groups
-    trained = [p for group in groups for p in group["params"] if p.requires_grad]
+    trained = [p for p in parameters_of(optimizer) if p.requires_grad]
     own, rates = [p.grad for p in trained], [group.get("lr") for group in groups]
     try:
         for group in groups:

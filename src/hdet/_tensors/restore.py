@@ -16,6 +16,7 @@ from torch import Tensor, nn, optim
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from hdet._tensors.parameters import once
 from hdet._tensors.shards import part
 
 
@@ -131,7 +132,7 @@ class Weights:
     """The values of parameters, and their gradients."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters = list({id(p): p for p in parameters}.values())
+        self._parameters = once(parameters)
         self._values = [p.detach().clone() for p in self._parameters]
         # The value too: a gradient may be a view of a bucket of DDP, which the next backward pass fills.
         self._gradients = [(p.grad, None if p.grad is None else p.grad.clone()) for p in self._parameters]
@@ -182,7 +183,7 @@ class Frozen:
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._all = [p for p in {id(p): p for p in parameters}.values() if _is_plain(_local(p))]
+        self._all = [p for p in once(parameters) if _is_plain(_local(p))]
         self._kept = [(p, _local(p).to("cpu", copy=True)) for p in self._all]
         self._sums = [_sums(p) for p in self._all]
         self._settled = False

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from hdet._replicas import ShardedReplicas, Where
+from hdet._tensors.parameters import parameters_of
 
 if TYPE_CHECKING:  # slow to import, and whoever has a DTensor has imported it
     from torch.distributed.tensor import DTensor, Placement
@@ -67,7 +68,7 @@ def check_shards(
     gradients: Literal["shared", "local"],
 ) -> None:
     """Raise where a model is sharded over what should be replicas, or its gradients are not shared as was said."""
-    parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    parameters = parameters_of(*optimizers)
     modules = list(model.modules()) if model is not None else []
     if any(is_a("FullyShardedDataParallel", m) for m in modules) or any(
         is_sharded(p) and not is_dtensor(p) for p in parameters

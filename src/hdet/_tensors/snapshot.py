@@ -12,6 +12,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from hdet._replicas import Replicas
 from hdet._tensors.converge import BUCKET_BYTES, elements
+from hdet._tensors.parameters import once
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _Layout = list[tuple[torch.Size, torch.dtype, torch.device]]
@@ -26,14 +27,18 @@ class Snapshot:
     Args:
         replicas: between whom it is shared out.
         bucket_bytes: what is put back at once. Memory: the share, and while it is put back a bucket.
+
+    Attributes:
+        shares: this replica's part of the tensors, one after another, by kind.
+        whole: copies of those that cannot be shared out.
     """
 
     def __init__(self, replicas: Replicas, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._replicas = replicas
         self._bucket_bytes = bucket_bytes
         self._layout: _Layout | None = None
-        self._shares: list[Tensor] = []
-        self._whole: list[Tensor] = []
+        self.shares: list[Tensor] = []
+        self.whole: list[Tensor] = []
 
     @property
     def saved(self) -> bool:
@@ -47,7 +52,7 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """The memory that this replica's share takes."""
-        return sum(t.nbytes for t in (*self._shares, *self._whole))
+        return sum(t.nbytes for t in (*self.shares, *self.whole))
 
     @torch.no_grad()
     def save(self, tensors: Sequence[Tensor]) -> None:
@@ -56,12 +61,12 @@ class Snapshot:
         layout = _layout(tensors)
         if layout != self._layout:
             sizes = [sum(len(own) for _, own in self._buckets(flat)) for flat in kinds]
-            self._shares = [torch.empty(n, dtype=f.dtype, device=f.device) for n, f in zip(sizes, kinds, strict=True)]
-            self._whole = [torch.empty_like(t) for t in whole]
+            self.shares = [torch.empty(n, dtype=f.dtype, device=f.device) for n, f in zip(sizes, kinds, strict=True)]
+            self.whole = [torch.empty_like(t) for t in whole]
             self._layout = layout
-        for flat, share in zip(kinds, self._shares, strict=True):
+        for flat, share in zip(kinds, self.shares, strict=True):
             _pack(share, [piece for _, own in self._buckets(flat) for piece in flat.between(own.start, own.stop)])
-        _copy(self._whole, whole)
+        _copy(self.whole, whole)
 
     @torch.no_grad()
     def restore(self, tensors: Sequence[Tensor]) -> None:
@@ -74,9 +79,9 @@ class Snapshot:
                 "save again after changing the model or the optimizer"
             )
         kinds, whole = _sort(tensors)
-        for flat, share in zip(kinds, self._shares, strict=True):
+        for flat, share in zip(kinds, self.shares, strict=True):
             self._restore(flat, share)
-        _copy(whole, self._whole)
+        _copy(whole, self.whole)
 
     def _restore(self, flat: _Flat, share: Tensor) -> None:
         size, position = self._replicas.size, 0
@@ -150,7 +155,7 @@ def _between(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
 
 def _sort(tensors: Sequence[Tensor]) -> tuple[list[_Flat], list[Tensor]]:
     """The tensors as bits: those that are shared out, by width and device, and those that are kept whole."""
-    bits = [_bits(elements(t.detach())) for t in _once(tensors) if t.numel()]
+    bits = [_bits(elements(t.detach())) for t in once(tensors) if t.numel()]
     only_cpu = all(t.device.type == "cpu" for t in bits)
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for t in bits:
@@ -165,12 +170,8 @@ def _bits(tensor: Tensor) -> Tensor:
     return real.view(_BITS[real.element_size()])
 
 
-def _once(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return list({id(t): t for t in tensors}.values())
-
-
 def _layout(tensors: Sequence[Tensor]) -> _Layout:
-    return [(t.shape, t.dtype, t.device) for t in _once(tensors)]
+    return [(t.shape, t.dtype, t.device) for t in once(tensors)]
 
 
 def _shares(length: int, size: int) -> list[range]:

@@ -13,6 +13,7 @@ from hdet._explore.hyperparameter import Hyperparameter
 from hdet._explore.in_forward import InForward
 from hdet._explore.in_groups import InGroups
 from hdet._tensors import converge, optimizer_state
+from hdet._tensors.parameters import once, parameters_of
 from hdet._tensors.shards import gathering, is_dtensor, part
 
 
@@ -45,9 +46,9 @@ class Tensors:
         self._noisy: list[Tensor] = []
         self._gathering = gathering(model)
 
-    def trained(self) -> list[Tensor]:
+    def trained(self) -> list[nn.Parameter]:
         """All that the optimizers hold, whole."""
-        return [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
+        return parameters_of(*self._optimizers)
 
     def set_noisy(self, noisy: Sequence[Tensor]) -> None:
         """What replicas have their own noise in: averaged with the rest, trained or not."""
@@ -56,8 +57,7 @@ class Tensors:
 
     def begin_round(self) -> None:
         """Note what is trained now: it is averaged at the round's end even if it has been frozen by then."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        self._trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
+        self._trained = {id(p) for p in self.trained() if p.requires_grad}
 
     def reshard(self) -> None:
         """Before and after weights are written: nobody keeps a copy of the old ones. See `shards.reshard`."""
@@ -68,7 +68,7 @@ class Tensors:
     @property
     def in_parts(self) -> bool:
         """Whether ranks hold parts of what is trained."""
-        return any(is_dtensor(p) for o in self._optimizers for group in o.param_groups for p in group["params"])
+        return any(map(is_dtensor, self.trained()))
 
     @property
     def device(self) -> torch.device | None:
@@ -81,8 +81,7 @@ class Tensors:
 
     def stepped(self) -> list[Tensor]:
         """What moves with every step: what is trained now, and what follows it."""
-        found = [*self.parameters(), *self.followers()]
-        return list({id(t): t for t in found}.values())
+        return once((*self.parameters(), *self.followers()))
 
     def which(self) -> list[int]:
         """Which of all that the optimizers hold is trained now."""
@@ -94,8 +93,7 @@ class Tensors:
 
     def statistics(self) -> list[Tensor]:
         """The model's floating-point buffers, without those that replicas differ in on purpose."""
-        apart = {id(t) for h in self._forward for t in h.tensors()}
-        return [b for b in converge.buffers(self._model) if id(b) not in apart]
+        return self._meant_equal(converge.buffers(self._model))
 
     def followers(self) -> list[Tensor]:
         """What follows the weights and is averaged along."""
@@ -113,14 +111,12 @@ class Tensors:
             *self.followers(),
             *self._noisy,
         ]
-        apart = {id(t) for h in self._forward for t in h.tensors()}  # replicas differ in these on purpose
-        return list({id(t): t for t in found if id(t) not in apart}.values())
+        return self._meant_equal(once(found))
 
     def learned(self) -> list[Tensor]:
         """Of the weights those that were trained in this round, or got noise of this replica's own."""
         found = [*converge.parameters(self._optimizers, self._trained), *self._noisy]
-        apart = {id(t) for h in self._forward for t in h.tensors()}
-        return list({id(t): t for t in found if id(t) not in apart}.values())
+        return self._meant_equal(once(found))
 
     def name(self, tensor: Tensor) -> str:
         """What one of these tensors is, in words; it is part of an error or an event, so that it never raises."""
@@ -136,7 +132,7 @@ class Tensors:
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         parameters = {} if self._model is None else dict(self._model.named_parameters())
         names = {id(p): repr(name) for name, p in parameters.items()}
-        for p in {id(p): p for p in (*parameters.values(), *self.trained())}.values():
+        for p in once((*parameters.values(), *self.trained())):
             yield f"the parameter {names.get(id(p), f'of shape {tuple(p.shape)}')}", p
         for name, buffer in [] if self._model is None else self._model.named_buffers():
             yield f"the buffer {name!r}", buffer
@@ -146,10 +142,10 @@ class Tensors:
                 continue
             for name, t in (*follower.named_parameters(), *follower.named_buffers()):
                 yield f"{name!r} of followers[{number}]", t
-        for p, entries in ((p, e) for optimizer in self._optimizers for p, e in optimizer.state.items()):
+        for owner, entries in (item for optimizer in self._optimizers for item in optimizer.state.items()):
             for key, value in entries.items():
                 if isinstance(value, Tensor):
-                    yield f"{key} of the parameter {names.get(id(p), f'of shape {tuple(p.shape)}')}", value
+                    yield f"{key} of the parameter {names.get(id(owner), f'of shape {tuple(owner.shape)}')}", value
 
     def to_average(self) -> list[Tensor]:
         """What replicas can differ in and must not at the end of a round: the weights, and optimizer state."""
@@ -184,9 +180,13 @@ class Tensors:
         weights = converge.parameters(self._optimizers, self._trained)
         moments = [t for t in state if t.dim() > 0]
         shared = [*weights, *([] if self._keeps_state else moments), *self.followers()]
-        apart = {id(t) for h in self._forward for t in h.tensors()}
-        own = [*(b for b in self.buffers() if id(b) not in apart), *counters]
+        own = [*self._meant_equal(self.buffers()), *counters]
         return shared, own + (moments if self._keeps_state else [])
+
+    def _meant_equal(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those of them that replicas do not differ in on purpose."""
+        apart = {id(t) for h in self._forward for t in h.tensors()}
+        return [t for t in tensors if id(t) not in apart]
 
 
 def _same_place(one: Tensor, other: Tensor) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hdet._replicas import Where, find_replicas
 from hdet._replicas.agreement import Agreement, claim
 from hdet._replicas.fingerprint import fingerprint
+from hdet._tensors.parameters import once
 from hdet._tensors.shards import is_sharded
 
 # An attribute of noisy parameters and of the modules that hold them, whose parameters FSDP2 replaces, until an ensemble
@@ -94,10 +95,10 @@ def take_noise(model: nn.Module | None, parameters: Iterable[Tensor]) -> list[Te
     modules = [] if model is None else [m for m in model.modules() if vars(m).pop(_NOISY, False)]
     held = [p for module in modules for p in module.parameters(recurse=False) if p.requires_grad]
     marked = [p for p in (*parameters, *([] if model is None else model.parameters())) if getattr(p, _NOISY, False)]
-    found = {id(p): p for p in (*held, *marked)}
-    for p in found.values():
+    found = once((*held, *marked))
+    for p in found:
         vars(p).pop(_NOISY, None)
-    return list(found.values())
+    return found
 
 
 def _wrapped(model: nn.Module) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hdet._hooks import innermost, unwrap
+from hdet._tensors.parameters import parameters_of
 from hdet.checkpoint.optimizer_entries import state_problems
 from hdet.ensemble import Ensemble
 
@@ -56,8 +57,7 @@ def find_ensemble(entries: Mapping[str, Any]) -> Ensemble | None:
 def tensors_of(entries: Mapping[str, Any]) -> list[Tensor]:
     """Tensors that lie where the model does."""
     modules = [t for entry in entries.values() if isinstance(entry, nn.Module) for t in entry.parameters()]
-    groups = [group for entry in entries.values() if _is_optimizer(entry) for group in entry.param_groups]
-    return [*modules, *(p for group in groups for p in group["params"])]
+    return [*modules, *parameters_of(*filter(_is_optimizer, entries.values()))]
 
 
 def kind_of(entry: Any) -> str:
@@ -155,7 +155,7 @@ def put_tensors(entries: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     """As `load_state_dict()`, but state of another precision than its parameter's keeps it."""
     optimizer.load_state_dict(state)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     for number, written in state["state"].items():
         loaded = optimizer.state[parameters[number]]
         for key, value in written.items():

@@ -30,7 +30,7 @@ from hdet.records.reading import open_file
 
 SHARED = "shared.pt"
 _MANIFEST = "checkpoint.json"
-_VERSION = 1
+VERSION = 1
 _NAME = re.compile(r"(\d{6,})-step-\d+")
 _UNFINISHED = ".unfinished-"
 _CHUNK = 1 << 20
@@ -126,7 +126,7 @@ def write(file: Path, state: Any) -> tuple[int, str]:
 def publish(temporary: Path, manifest: Manifest) -> Path:
     """Make a checkpoint of the temporary folder, whose files are on the disk; its name says number and step."""
     with open(temporary / _MANIFEST, "xb") as file:
-        file.write(_signed(manifest))
+        file.write(signed(manifest))
         file.flush()
         os.fsync(file.fileno())
     _flush_folder(temporary)
@@ -173,8 +173,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise
     except Exception as error:
         raise DamagedError(f"{_MANIFEST} cannot be read: {type(error).__name__}: {error}") from error
-    if version != _VERSION:
-        raise DamagedError(f"it was written in version {version} of the format, and this hdet reads {_VERSION}")
+    if version != VERSION:
+        raise DamagedError(f"it was written in version {version} of the format, and this hdet reads {VERSION}")
     return manifest
 
 
@@ -263,8 +263,9 @@ class _Hashed:
         self._file.flush()
 
 
-def _signed(manifest: Manifest) -> bytes:
-    return _sign(json.dumps({"version": _VERSION, **asdict(manifest)}, sort_keys=True).encode())
+def signed(manifest: Manifest) -> bytes:
+    """A manifest as it is written, with its checksum."""
+    return _sign(json.dumps({"version": VERSION, **asdict(manifest)}, sort_keys=True).encode())
 
 
 def _sign(line: bytes) -> bytes:

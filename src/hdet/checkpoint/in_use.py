@@ -19,7 +19,7 @@ from typing import Any
 
 from hdet._user_warning import warn
 
-_PATIENCE = 20.0  # seconds for a process that was killed to be gone, and for the rest of a run that was restarted
+PATIENCE = 20.0  # seconds for a process that was killed to be gone, and for the rest of a run that was restarted
 _SILENCE = 2.0  # of them; then it is said what is waited for
 
 
@@ -93,19 +93,19 @@ def _take(place: Path) -> int | None:
         except OSError:
             os.close(handle)
             return None
-        if waited > _PATIENCE:
+        if waited > PATIENCE:
             by = _holder(handle) or "its process"
             os.close(handle)
             raise FolderInUseError(
                 f"another run, in another process, saves to {place}: give each run a folder of its own, for example "
                 f"{place}-2, or end the other one first ({by}, or in a notebook its ensemble.close()). What is left of "
-                f"a run that was restarted was given {_PATIENCE:g} s to end"
+                f"a run that was restarted was given {PATIENCE:g} s to end"
             )
         if waited > _SILENCE and not told:
             told = True
             by = _holder(handle) or "another process"
             warn(
-                f"another run ({by}) saves to {place}: waiting up to {_PATIENCE:g} s for it to end, as it may be what "
+                f"another run ({by}) saves to {place}: waiting up to {PATIENCE:g} s for it to end, as it may be what "
                 "is left of one that was restarted"
             )
         time.sleep(0.05)

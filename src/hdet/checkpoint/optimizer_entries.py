@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
+from hdet._tensors.parameters import parameters_of
+
 # What torch's own optimizers keep for every parameter that they have stepped, in its shape.
 _NEEDED: dict[type[Any], tuple[str, ...]] = {
     optim.Adam: ("exp_avg", "exp_avg_sq"),
@@ -47,7 +49,7 @@ def state_problems(optimizer: Any, state: Mapping[str, Any], names: Sequence[str
         state: its saved `state_dict()`.
         names: of its parameters, in order; empty where they have none.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     numbers = [(number, group) for group in state["param_groups"] for number in group["params"]]
     found = []
     for (number, group), p, name in zip(numbers, parameters, names, strict=True):

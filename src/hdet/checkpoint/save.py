@@ -104,7 +104,7 @@ class _Writer:
         first = self._replicas.rank == 0
         temporary: Path | None = None
         if first and self._ensemble is not None:
-            self._ensemble._at_end(in_use.let_go)
+            self._ensemble.at_end(in_use.let_go)
         try:
             names = self._together(lambda: self._begin() if first else "")
             temporary = self._path / names[0]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from hdet._arguments import Rule, check_count, check_number
+from hdet._explore.hyperparameter import is_of
 from hdet.controllers.line_search import LineSearch
 from hdet.controllers.report import Plan, Report, State
 from hdet.controllers.slope import Slope
@@ -134,7 +135,7 @@ def _delegate(controller: LineSearch | Slope, names: Sequence[str], state: State
 
 
 def _rates(names: Sequence[str]) -> list[str]:
-    return [name for name in names if name == "learning_rate" or name.startswith("learning_rate/")]
+    return [name for name in names if is_of(name, "learning_rate")]
 
 
 def _others(names: Sequence[str]) -> list[str]:

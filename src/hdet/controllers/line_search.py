@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hdet._arguments import Rule, check_count, check_number
-from hdet.controllers.evidence import (
+from hdet.controllers.confidence import (
     NOTHING,
     VAGUE,
     effective_rounds,

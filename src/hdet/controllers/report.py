@@ -108,6 +108,16 @@ class Plan:
     needs_line: bool = False
     why: Mapping[str, str] = field(default_factory=dict)
 
+    def auto_interval(self, total_steps: int | None) -> int | None:
+        """What `interval="auto"` is in a run of that length; None if it depends on a length that is not known.
+
+        >>> Plan().auto_interval(4000), Plan(interval=10).auto_interval(None), Plan(interval=10).auto_interval(5)
+        (20, 10, 5)
+        """
+        if total_steps is None:
+            return self.interval
+        return min(self.interval or min(max(total_steps // 200, 1), 1000), total_steps)
+
 
 class Controller(Protocol):
     """Steers the scales of the explored hyperparameters; see `hdet.controllers.Softmax` for one to read.

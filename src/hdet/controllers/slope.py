@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hdet._arguments import Rule, check_number
-from hdet.controllers.evidence import NOTHING, new_mean, new_scatter, standard_error, total_weight
+from hdet.controllers.confidence import NOTHING, new_mean, new_scatter, standard_error, total_weight
 from hdet.controllers.report import Observation, Plan, Report, State
 
 _RULES = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hdet._arguments import Rule, check_number
-from hdet.controllers.evidence import NOTHING, new_mean, new_scatter, standard_error
+from hdet.controllers.confidence import NOTHING, new_mean, new_scatter, standard_error
 from hdet.controllers.report import Observation, Report, State
 
 RULES = {
@@ -72,10 +72,10 @@ class Softmax:
         """The scales and velocities after one full round."""
         if report.step < self.warmup_steps:
             return state
-        excess = self._excess_weights(report.judged)
+        excess = self.excess_weights(report.judged)
         return {name: self._move(entry, report.observations[name], excess) for name, entry in state.items()}
 
-    def _excess_weights(self, scores: Sequence[float]) -> list[float]:
+    def excess_weights(self, scores: Sequence[float]) -> list[float]:
         """w_r - 1/n over the n replicas with a finite score, 0 for the others; all exactly 0 on a tie."""
         finite = [score for score in scores if math.isfinite(score)]
         if not finite:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hdet._options.safety import Limits
-from hdet.controllers.evidence import words, words_unexplored
+from hdet.controllers.confidence import words, words_unexplored
 from hdet.controllers.report import Controller, Report, State, check_returned, check_state
 
 _SHOWN = ("estimate", "error")

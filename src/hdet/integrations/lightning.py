@@ -57,7 +57,7 @@ class HDETCallback(Callback):  # type: ignore[misc]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            _check_strategy(trainer.strategy)
+            check_strategy(trainer.strategy)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Not earlier: asking for the number of steps makes the loaders, whose state Lightning would then not restore.
@@ -176,7 +176,8 @@ def _total_steps(trainer: Trainer, pl_module: LightningModule) -> int | None:
     return int(steps) if 0 < steps < math.inf else None
 
 
-def _check_strategy(strategy: Any) -> None:
+def check_strategy(strategy: Any) -> None:
+    """Raise for a strategy under which replicas cannot diverge."""
     names = {c.__name__ for c in type(strategy).__mro__}
     works = isinstance(strategy, (DDPStrategy, SingleDeviceStrategy))
     if not works or names & {"DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy"}:

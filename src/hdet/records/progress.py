@@ -7,6 +7,7 @@ import sys
 import time
 from typing import Any, TextIO
 
+from hdet._explore.hyperparameter import is_of
 from hdet._replicas import Where
 from hdet.records.record import RoundRecord
 from hdet.records.sink import writes
@@ -84,7 +85,7 @@ def describe(record: RoundRecord) -> str:
     if not finite and record.loss is not None:
         words = [f"loss {record.loss:.3f}"]
     rows = record.hyperparameters
-    rate = next((name for name in rows if name.startswith("learning_rate")), next(iter(rows), None))
+    rate = next((name for name in rows if is_of(name, "learning_rate")), next(iter(rows), None))
     if rate is not None:
         row = rows[rate]
         schedule = "" if row.center == row.base else f" (schedule {row.base:.3g})"

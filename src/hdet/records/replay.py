@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hdet._arguments import check_count
+from hdet._explore.hyperparameter import is_of
 from hdet._hooks import unwrap
 from hdet._user_warning import warn
 from hdet.records.reading import UnreadableError, read_json
@@ -222,7 +223,7 @@ def _chosen(hyperparameters: Mapping[str, Any], only: Sequence[str] | None) -> M
         raise ValueError(f'only must be a list of names of hyperparameters, got {only!r}; write ["learning_rate"]')
     chosen = {}
     for name in only:
-        found = {key: told for key, told in hyperparameters.items() if key == name or key.startswith(f"{name}/")}
+        found = {key: told for key, told in hyperparameters.items() if is_of(key, name)}
         if not found:
             raise ValueError(f"only must be names that schedule has, got {name!r}; it has {sorted(hyperparameters)}")
         chosen.update(found)

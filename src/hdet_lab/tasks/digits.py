@@ -36,7 +36,7 @@ class Digits(Task):
     def _prepare(self) -> None:
         if self.data is not None:
             raise ValueError(f"data must be left out: the digits task has images of its own, not {self.data!r}")
-        images, labels = _load()
+        images, labels = load()
         half = len(labels) // 2
         self._images, self._labels = images[:half], labels[:half]
         self._held_out = images[half:], labels[half:]
@@ -71,7 +71,7 @@ class Digits(Task):
 
 
 @functools.cache
-def _load() -> tuple[Tensor, Tensor]:
+def load() -> tuple[Tensor, Tensor]:
     """All images and labels, shuffled the same way always: the file holds each writer's digits together."""
     digits = load_package("digits", "sklearn.datasets").load_digits()
     labels = torch.tensor(digits.target)

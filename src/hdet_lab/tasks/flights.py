@@ -102,7 +102,7 @@ class Flights(Task):
         found = {"loss": _entropy(logits, labels, known).item()}
         for i, label in enumerate(LABELS):
             seen = known[:, i] > 0
-            found[f"auc_{label}"] = _auc(logits[seen, i], labels[seen, i])
+            found[f"auc_{label}"] = auc(logits[seen, i], labels[seen, i])
         return found
 
 
@@ -135,7 +135,7 @@ def _entropy(logits: Tensor, labels: Tensor, known: Tensor) -> Tensor:
     return (binary_cross_entropy_with_logits(logits, labels, reduction="none") * known).mean()
 
 
-def _auc(scores: Tensor, labels: Tensor) -> float:
+def auc(scores: Tensor, labels: Tensor) -> float:
     """How often a positive is ranked above a negative; NaN without either."""
     ranks = torch.empty_like(scores, dtype=torch.float64)
     ranks[scores.argsort()] = torch.arange(1.0, len(scores) + 1, dtype=torch.float64, device=scores.device)

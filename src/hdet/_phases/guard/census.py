@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hdet._phases.guard.gradients import flags, looked_at
 from hdet._replicas import Replicas
 from hdet._replicas.store import counted, who
 from hdet._tensors.converge import copy_from, layout
+from hdet._tensors.finite import flags, looked_at
 
 
 class Condition(NamedTuple):

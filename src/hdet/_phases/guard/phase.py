@@ -18,11 +18,12 @@ from hdet._phases.guard.census import (
     restore_state,
     take_census,
 )
-from hdet._phases.guard.gradients import GradientGuard, finite, looked_at
+from hdet._phases.guard.gradients import GradientGuard
 from hdet._phases.phase import Phase, Round
 from hdet._probe.score import Loss
 from hdet._replicas.store import counted, who
 from hdet._run.run import Data, Run
+from hdet._tensors.finite import finite, looked_at
 from hdet._user_warning import warn
 
 _MOST_HOPELESS = 3

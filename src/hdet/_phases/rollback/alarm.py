@@ -18,7 +18,7 @@ from hdet._arguments import check_count
 from hdet._options.safety import Rollback
 from hdet._probe.score import typical
 from hdet._replicas import Replicas
-from hdet._tensors.converge import has_numbers, widened
+from hdet._tensors.finite import finite
 from hdet._tensors.snapshot import Snapshot
 
 Verdict = Literal["ok", "best", "alarm"]
@@ -259,9 +259,7 @@ class Keeper:
 
         Nothing is kept of weights that are not finite.
         """
-        floating = [widened(t) for t in shared if has_numbers(t)]
-        sums = [t.sum(dtype=torch.promote_types(t.dtype, torch.float32)) for t in floating]
-        if not replicas.all_true(not sums or bool(torch.stack([total.isfinite() for total in sums]).all())):
+        if not replicas.all_true(bool(finite(shared, torch.device("cpu")))):
             return
         self._shared = Snapshot(replicas) if self._shared is None else self._shared
         self._shared.save(shared)

@@ -57,7 +57,7 @@ class GoBack(Phase):
     def undone(self, rnd: Round) -> None:
         assert self._keeper is not None
         self._keeper.put_back(*self._run.tensors.kept())
-        self._run.at.equal = True
+        self._run.made_equal()
         rnd.events.append(
             f"rolled back at step {rnd.step} to the weights of step {self._keeper.kept_at}: {rnd.alarm}; "
             f"learning rates x{rnd.cut:g}"

@@ -38,7 +38,7 @@ class TailAverage(Phase):
         assert rnd.score_probe is not None
         began = time.perf_counter()
         with self._run.values.at_center():
-            told = self.tail.settle(rnd.score_probe, self._run.settings.observe_only)
+            told = self.tail.conclude(rnd.score_probe, self._run.settings.observe_only)
         if told is None:
             return
         took = time.perf_counter() - began

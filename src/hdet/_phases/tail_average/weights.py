@@ -5,6 +5,9 @@
 When the run ends, the probe compares it with the last weights, and the better ones stay. Averaging over time takes out
 what weights owe to the last batches: it gains where data come in the order of time, and loses where the model still
 learns. So nobody has to know beforehand. Half of the way has most of the gain and half of the noise.
+
+torch.optim.swa_utils.AveragedModel is not used: it copies whole modules in their own precision, while this keeps one
+copy of what is trained and of its followers, in single precision at least, of which ranks may hold parts.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ def compare(last: Sequence[float], average: Sequence[float]) -> Compared:
     return Compared(gain > error, statistics.fmean(last), gain, error)
 
 
-class Settled(NamedTuple):
+class Outcome(NamedTuple):
     """What became of a tail average: whether it was taken, and why, in words."""
 
     taken: bool
@@ -135,7 +138,7 @@ class Tail:
             for tensor, mean in zip(self._tensors, self._mean, strict=True):
                 mean.lerp_(tensor.to(mean.dtype), 1 / self._count)
 
-    def settle(self, score: Callable[[int], float], observe_only: bool = False) -> Settled | None:
+    def conclude(self, score: Callable[[int], float], observe_only: bool = False) -> Outcome | None:
         """When the run ends: leave the better of the last weights and the tail average. Collective where `score` is.
 
         Args:
@@ -146,13 +149,13 @@ class Tail:
             What was found; None if there was nothing to find.
         """
         if self._stopped is not None:
-            return Settled(False, f"tail average: none, {self._stopped}")
+            return Outcome(False, f"tail average: none, {self._stopped}")
         if not self.active:
             return None
         count, since = self._count, self._since
         if count < _LEAST:
             self.release()
-            return Settled(False, f"tail average: none, as {count} rounds have ended since step {self._begin:g}")
+            return Outcome(False, f"tail average: none, as {count} rounds have ended since step {self._begin:g}")
         self._meet_half_way()
         last, average = [], []
         for number in range(PROBES):
@@ -232,15 +235,15 @@ class Tail:
         torch._foreach_copy_(self._mean, list(state["mean"]))
 
 
-def _tell(found: Compared, observe_only: bool, what: str) -> Settled:
+def _tell(found: Compared, observe_only: bool, what: str) -> Outcome:
     if not math.isfinite(found.gain):
-        return Settled(False, f"tail average: left, {what}: its loss or that of the last weights is not finite")
+        return Outcome(False, f"tail average: left, {what}: its loss or that of the last weights is not finite")
     percent = 100 / abs(found.loss) if found.loss else math.nan
     how = f"probe loss {found.loss:.4g}, {-percent * found.gain:+.2f} +- {percent * found.error:.2f} % with it"
     if found.better and not observe_only:
-        return Settled(True, f"tail average: taken; {what} ({how})")
+        return Outcome(True, f"tail average: taken; {what} ({how})")
     done = "would be taken" if found.better else "left, the last weights stay"
-    return Settled(False, f"tail average: {done}; {what} ({how})")
+    return Outcome(False, f"tail average: {done}; {what} ({how})")
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -108,9 +108,9 @@ def test_a_roll_call_of_1000_replicas_asks_the_store_a_few_times_a_second(seat):
         lookout.arrive("here")
     for lookout in lookouts:
         if lookout.board.rank not in (3, lost):
-            lookout._say_failed(None)
+            lookout.say_failed(None)
     store.requests, began = 0, time.monotonic()
-    found = lookouts[3]._call_the_roll(began - 3.0)  # of the timeout of 5
+    found = lookouts[3].call_the_roll(began - 3.0)  # of the timeout of 5
     seconds = time.monotonic() - began
     assert found.ranks == [lost]
     assert seconds > 2.5

@@ -166,8 +166,8 @@ def test_a_loss_of_ones_own_is_read_at_once_where_that_is_free():
 
 
 def test_and_now_and_then_where_it_means_to_wait(monkeypatch):
+    monkeypatch.setattr(score_module, "Score", OnDevice)
     own, now = OwnLoss(), [0.0]
-    own._kept = OnDevice()
     monkeypatch.setattr(score_module.time, "monotonic", lambda: now[0])
     assert own.read(scored(torch.tensor(1.0)), 5) == 1.0
     now[0] = 0.1

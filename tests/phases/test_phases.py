@@ -174,7 +174,7 @@ FILES = ("outer_step", "outer_momentum", "rollback", "tail", "quarantine", "judg
 @pytest.mark.soak
 @pytest.mark.parametrize("name", OWN)
 def test_without_it_the_tests_of_all_others_pass(name):
-    here = pathlib.Path(__file__).parent
+    here = pathlib.Path(__file__).parents[1]
     files = [str(next(here.rglob(f"test_{stem}.py"))) for stem in FILES]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *files]
     environment = {**os.environ, "HDET_TEST_WITHOUT": name, "OMP_NUM_THREADS": "1"}

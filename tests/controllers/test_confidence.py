@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from hdet.controllers.evidence import (
+from hdet.controllers.confidence import (
     effective_rounds,
     new_co_scatter,
     new_mean,

@@ -114,7 +114,7 @@ def within_the_averaging(folder, atomic):
     for number in range(5):
         loop.step(number)
     start_mean, calls = loop.ensemble.replicas.start_mean, []
-    small = converge._average
+    small = converge.average_in_buckets
 
     def in_small_buckets(tensors, replicas, bucket_bytes, of):
         small(tensors, replicas, 64, of)
@@ -125,7 +125,7 @@ def within_the_averaging(folder, atomic):
             os.kill(os.getpid(), signal.SIGKILL)
         return start_mean(flat, of)
 
-    converge._average = in_small_buckets
+    converge.average_in_buckets = in_small_buckets
     loop.ensemble.replicas.start_mean = dying
     tell_who_is_lost(folder, loop)
 
@@ -596,7 +596,7 @@ def waits_for_a_device(folder, port, timeout, comes):
     if run.rank == VICTIM:
         time.sleep(0.5)
     try:
-        lookout = run.ensemble.replicas._lookout()
+        lookout = run.ensemble.replicas.lookout()
         lookout.arrive("hdet.save" if run.rank == VICTIM and not comes else "the end of a round")
         if run.rank == VICTIM and not comes:
             time.sleep(3.0)

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import datetime
 import json
+import math
 import os
 import pathlib
 import socket
@@ -20,6 +21,7 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
+from hdet._replicas.agreement import alike
 from hdet._replicas.fingerprint import fingerprint, plain
 from hdet._replicas.store import who
 
@@ -434,3 +436,20 @@ def test_what_a_replica_raises_within_find_lr_is_quoted_by_the_others(tmp_path):
         run(failing_step, 2, str(tmp_path), timeout=30)
     assert (tmp_path / "1").read_text() == "KeyError('no such batch')"
     assert "replica 1 raised KeyError: 'no such batch'" in (tmp_path / "0").read_text()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (1.0, 1.0 + 1e-14, True),
+        (1.0, 1.0 + 1e-9, False),
+        (math.nan, math.nan, True),
+        (math.inf, math.inf, True),
+        (math.inf, 1.0, False),
+        ([0.1, math.inf], [0.1, -math.inf], False),
+        (1.0, "nothing", False),
+    ],
+)
+def test_numbers_are_alike_up_to_their_last_digits(one, other, expected):
+    assert alike(one, other) is expected
+    assert alike(other, one) is expected

@@ -21,7 +21,7 @@ def make(kind=optim.AdamW, groups=2, **options):
 def stepped(optimizer, hyperparameters, factors):
     """What the groups held during one step, and after it."""
     fan_out = FanOut([optimizer], hyperparameters)
-    fan_out.ready = True
+    fan_out.go_on()
     fan_out.set({h.name: 1.0 for h in hyperparameters}, factors)
     seen = []
     optimizer.register_step_pre_hook(lambda o, a, k: seen.append([dict(g) for g in o.param_groups]))
@@ -143,7 +143,7 @@ def test_state_saved_within_a_step_holds_the_betas_of_the_schedule():
     optimizer = make(optim.Adam, groups=1)
     betas = [hdet.momentum(optimizer), hdet.momentum(optimizer, beta=2)]
     fan_out = FanOut([optimizer], betas)
-    fan_out.ready = True
+    fan_out.go_on()
     fan_out.set({"beta1": 1.0, "beta2": 1.0}, {"beta1": 0.5, "beta2": 2.0})
     saved = []
     optimizer.register_step_pre_hook(lambda o, a, k: saved.append(o.state_dict()["param_groups"][0]["betas"]))

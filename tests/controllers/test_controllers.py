@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hdet
+from hdet._explore import slots
 from hdet.controllers import Observation, Report
 from hdet.controllers.report import check_state
 from hdet.controllers.steering import Steering
@@ -27,7 +28,7 @@ def test_one_round_worked_out_by_hand():
     """L, slots (2, 0, 3, 1), gamma 0.01: Delta = -2.255847764803e-05, new center 9.88872076e-4."""
     controller = hdet.controllers.Softmax(temperature=0.002, step_size=0.5, momentum=0.9)
     after = controller.update(controller.init(["lr"]), report(LOSSES, BY_HAND, 1e-3, 0.99e-3))
-    weights = [e + 0.25 for e in controller._excess_weights(LOSSES)]
+    weights = [e + 0.25 for e in controller.excess_weights(LOSSES)]
     assert weights == pytest.approx([0.486264, 0.178887, 0.039915, 0.294934], abs=1e-6)
     delta = after["lr"]["velocity"] * 1e-3 / (1 - 0.9)
     assert delta == pytest.approx(-2.255847764803e-05, rel=1e-12)
@@ -38,7 +39,7 @@ def test_one_round_worked_out_by_hand():
 def test_equal_scores_move_nothing_at_all(size):
     controller = hdet.controllers.Softmax()
     state = controller.init(["lr"])
-    multipliers = hdet._explore.slots.multipliers(size, 0.3)
+    multipliers = slots.multipliers(size, 0.3)
     for value in (2.1, 0.0, -3.7, 1e-30):
         for step in range(50):
             f, g = math.cos(step / 40), math.cos((step + 1) / 40)
@@ -58,7 +59,7 @@ def test_relabelling_replicas_and_shifting_scores_changes_nothing(size):
     rng = random.Random(size)
     controller = hdet.controllers.Softmax(temperature=0.1)
     scores = [rng.gauss(2, 0.1) for _ in range(size)]
-    multipliers = hdet._explore.slots.multipliers(size, 0.3)
+    multipliers = slots.multipliers(size, 0.3)
     reference = controller.update(controller.init(["lr"]), report(scores, multipliers))["lr"]["scale"]
     order = rng.sample(range(size), size)
     relabelled = report([scores[i] for i in order], [multipliers[i] for i in order])
@@ -82,7 +83,7 @@ def test_a_replica_without_a_finite_score_is_ignored(bad):
 @pytest.mark.parametrize("momentum", [0.0, 0.9, 0.99])
 def test_a_one_sided_signal_to_the_last_round_stays_within_its_limits(winner, spread, momentum):
     controller = hdet.controllers.Softmax(temperature=1e-3, momentum=momentum, max_scale=10)
-    multipliers = hdet._explore.slots.multipliers(4, spread)
+    multipliers = slots.multipliers(4, spread)
     scores = [0.0 if r == winner else 1.0 for r in range(4)]
     floor, rounds = 4e-9, 200
     curve = [floor + (1e-3 - floor) * (1 + math.cos(math.pi * k / rounds)) / 2 for k in range(rounds + 1)]
@@ -106,7 +107,7 @@ def test_without_a_floor_the_scale_stays_positive():
     controller = hdet.controllers.Softmax(temperature=1e-3, step_size=5.0, momentum=0.0)
     state = controller.init(["lr"])
     for _ in range(300):
-        state = controller.update(state, report([0, 1, 1, 1], hdet._explore.slots.multipliers(4, 0.9)))
+        state = controller.update(state, report([0, 1, 1, 1], slots.multipliers(4, 0.9)))
         assert state["lr"]["scale"] > 0
 
 
@@ -151,7 +152,7 @@ def test_a_state_of_other_hyperparameters_or_controllers_is_refused(bad):
 
 # One table of invariants for every controller, a user's own included: the one in docs/controllers.md.
 
-DOCS = (pathlib.Path(__file__).parent.parent / "docs" / "controllers.md").read_text()
+DOCS = (pathlib.Path(__file__).parents[2] / "docs" / "controllers.md").read_text()
 OWN: dict = {}
 exec(re.search(r"```python\n(.*?)```", DOCS, flags=re.S).group(1), OWN)
 
@@ -177,7 +178,7 @@ def table(controllers):
 
 def dealt(rng, size):
     """Multipliers of both hyperparameters: wide ladders, in any order."""
-    rungs = hdet._explore.slots.multipliers(size, 2.0, "log")
+    rungs = slots.multipliers(size, 2.0, "log")
     return {name: rng.sample(rungs, size) for name in NAMES}
 
 
@@ -246,7 +247,7 @@ def test_a_constant_added_to_all_scores_does_not_matter(controller, size):
 @table(MOVING)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_scale_goes_where_the_scores_are_lower(controller, size):
-    rungs = hdet._explore.slots.multipliers(size, 2.0, "log")
+    rungs = slots.multipliers(size, 2.0, "log")
     for sign in (1, -1):
         # 20 rounds with a little noise: enough for a controller that waits for evidence
         rng = random.Random(size)
@@ -329,7 +330,7 @@ def test_a_hyperparameter_that_was_not_explored_keeps_its_estimate(controller):
 
 
 def test_limits_and_floors_are_kept():
-    rungs = hdet._explore.slots.multipliers(4, 2.0, "log")
+    rungs = slots.multipliers(4, 2.0, "log")
     for controller in (hdet.controllers.LineSearch(), hdet.controllers.Slope(step_size=1.0)):
         for sign, limits, floor, end in (
             (1, (0.5, 1.5), 0.0, 1.5),

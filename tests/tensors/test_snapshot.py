@@ -62,10 +62,10 @@ def save_and_restore(bucket_bytes):
     assert not snapshot.saved
     snapshot.save([torch.ones(3)])  # another layout, given up
     snapshot.save(list(kinds(2).values()))
-    held = [t.data_ptr() for t in snapshot._shares]
+    held = [t.data_ptr() for t in snapshot.shares]
     snapshot.save(list(mine.values()))
     assert snapshot.saved
-    assert held == [t.data_ptr() for t in snapshot._shares], "buffers are reused"
+    assert held == [t.data_ptr() for t in snapshot.shares], "buffers are reused"
     around = mine["strided"]._base.clone()
     places = {name: (id(t), t.data_ptr(), t.stride()) for name, t in mine.items()}
     for again in range(2):
@@ -79,7 +79,7 @@ def save_and_restore(bucket_bytes):
     outside = torch.ones_like(around, dtype=torch.bool)
     outside[::2, 1::3] = False
     assert torch.equal(mine["strided"]._base[outside], around[outside]), "memory outside the view was written"
-    return [t.numel() for t in snapshot._shares], snapshot.nbytes
+    return [t.numel() for t in snapshot.shares], snapshot.nbytes
 
 
 @pytest.mark.parametrize("start", [run, in_process])
@@ -150,10 +150,10 @@ def test_each_replica_keeps_cpu_tensors_whole_where_they_cannot_travel():
     weights, step = torch.empty(1000, device="meta"), torch.tensor(3.0)
     snapshot = Snapshot(Faked(1, 4))
     snapshot.save([weights, step])
-    assert [t.numel() for t in snapshot._shares] == [250]
-    assert [t.view(torch.float32).item() for t in snapshot._whole] == [3.0]
+    assert [t.numel() for t in snapshot.shares] == [250]
+    assert [t.view(torch.float32).item() for t in snapshot.whole] == [3.0]
     snapshot.save([step])  # nothing but CPU tensors: shared out like all others
-    assert ([t.numel() for t in snapshot._shares], snapshot._whole) == ([0], [])
+    assert ([t.numel() for t in snapshot.shares], snapshot.whole) == ([0], [])
 
 
 def test_tied_tensors_are_saved_once():

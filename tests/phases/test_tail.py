@@ -420,7 +420,7 @@ def test_auto_leaves_a_spread_of_zero_plain():
     rates = [hdet.learning_rate(optimizer, spread=0.0)]
     ensemble = hdet.Ensemble(optimizer, rates, total_steps=2000, model=model, probe=a_probe())
     assert not ensemble.engine.phase(TailAverage).tail.active
-    assert "tail average" not in ensemble._settings.plan.why
+    assert "tail average" not in ensemble.engine.run.settings.plan.why
 
 
 @pytest.mark.parametrize(("steps", "part"), [(1999, 0.0), (2000, 0.5), (None, 0.0)])

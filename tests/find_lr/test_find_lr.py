@@ -771,7 +771,7 @@ def test_a_second_ramp_that_begins_too_high_begins_again_lower(monkeypatch, too_
     monkeypatch.setattr(Coarse, "half_way", lambda *args: too_high * half_way(*args))
     found = find(model, optim.SGD(model.parameters(), lr=0.1))
     assert found.rate == pytest.approx(usual.rate, rel=0.5)
-    monkeypatch.setattr(sys.modules["hdet._find_lr.search"], "_LOWER", (1,))
+    monkeypatch.setattr(sys.modules["hdet._find_lr.search"], "LOWER", (1,))
     with pytest.raises(hdet.FindLRError, match="less than 1 %"):
         find(model, optim.SGD(model.parameters(), lr=0.1))
 

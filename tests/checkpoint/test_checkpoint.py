@@ -516,7 +516,7 @@ def forged(path, change, optimizer_class=torch.optim.AdamW, **options):
     (saved / folder.SHARED).unlink()
     written = folder.write(saved / folder.SHARED, content)
     (saved / "checkpoint.json").write_bytes(
-        folder._signed(dataclasses.replace(manifest, files={**manifest.files, folder.SHARED: written}))
+        folder.signed(dataclasses.replace(manifest, files={**manifest.files, folder.SHARED: written}))
     )
     fresh = make()
     before = [t.clone() for t in fresh["model"].state_dict().values()]
@@ -597,7 +597,7 @@ def second_run(path, go_on):
     parts = saved_run.parts()
     saved_run.train(parts, range(4))
     told = []
-    in_use._PATIENCE = 1.0  # with the default one the test would take minutes
+    in_use.PATIENCE = 1.0  # with the default one the test would take minutes
     for _ in range(2):
         try:
             hdet.save(path, parts, step=4)
@@ -756,7 +756,7 @@ def test_leftovers_of_a_kill_are_cleared_away(tmp_path):
 
 
 def test_another_version_of_the_format_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "_VERSION", 2)
+    monkeypatch.setattr(folder, "VERSION", 2)
     hdet.save(tmp_path, {"x": 1}, step=1)
     monkeypatch.undo()
     with (

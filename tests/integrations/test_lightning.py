@@ -209,10 +209,10 @@ def refuse(folder):
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.strategies import FSDPStrategy
 
-    from hdet.integrations.lightning import HDETCallback, _check_strategy
+    from hdet.integrations.lightning import HDETCallback, check_strategy
 
     with pytest.raises(ValueError, match=r"strategy must be DDP, .* got FSDPStrategy; write Trainer\(strategy"):
-        _check_strategy(FSDPStrategy())
+        check_strategy(FSDPStrategy())
     with pytest.raises(
         TypeError, match=r"'intervall' is no argument of hdet\.Ensemble, which takes total_steps, interval"
     ):

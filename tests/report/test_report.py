@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import browser as browsers
 import pytest
-from browser import Page, open_browser
+from browser import Page
 from made_up_runs import make_records, write_run
 
 import hdet
@@ -44,12 +44,6 @@ while True:
     time.sleep(0.002)
 """
 CHARTS = ("fan", "loss", "scale", "cost", "line")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with open_browser() as found:
-        yield found
 
 
 def report(folder, *more):
@@ -439,7 +433,7 @@ def test_only_this_machine_may_ask(run_folder):
         answers[host] = connection.getresponse().status
     watch.close()
     assert list(answers.values()) == [403, 200, 404]
-    assert watch._server.server_address[0] == "127.0.0.1"
+    assert watch.address[0] == "127.0.0.1"
 
 
 def status(tmp_path, now, written_by, **kwargs):
@@ -487,8 +481,8 @@ def test_the_report_of_a_killed_run_says_that_it_is_cut_off(browser, tmp_path, c
 
 
 def test_the_fan_is_labelled_with_what_it_shows():
-    assert pictures._quantity("learning_rate/dense") == "learning rate"
-    assert pictures._quantity("weight_decay") == "weight decay"
+    assert pictures.quantity("learning_rate/dense") == "learning rate"
+    assert pictures.quantity("weight_decay") == "weight decay"
 
 
 def test_a_browser_is_installed_where_there_is_none_or_said_to_be_missing(tmp_path, monkeypatch):

@@ -5,10 +5,11 @@ import torch
 from torch import nn, optim
 
 import hdet
+from hdet._explore import slots
 from hdet.controllers import Observation, Report
 from hdet.controllers.report import check_state, plan
 
-RUNGS = tuple(hdet._explore.slots.multipliers(4, 2.0, "log"))
+RUNGS = tuple(slots.multipliers(4, 2.0, "log"))
 ONES = (1.0,) * 4
 GROUPS = ["learning_rate/0", "learning_rate/1"]
 

@@ -6,6 +6,7 @@ import statistics
 import pytest
 
 import hdet
+from hdet._explore import slots
 from hdet.controllers import Observation, Report
 from hdet.controllers.slope import slopes
 
@@ -80,7 +81,7 @@ def test_it_improves_a_bowl_in_several_hyperparameters_at_once(count, noise):
     best = {name: rng.choice([-1, 1]) * rng.uniform(0.8, 2) for name in names}
     controller = hdet.controllers.Slope()
     state = controller.init(names)
-    rungs = hdet._explore.slots.multipliers(8, 2.0, "log")
+    rungs = slots.multipliers(8, 2.0, "log")
 
     def loss(logs):
         return sum((logs[name] - best[name]) ** 2 for name in names)
@@ -99,7 +100,7 @@ def test_it_waits_for_evidence():
 
     def travelled(controller, slope):
         rng, state, way = random.Random(0), controller.init(["h"]), 0.0
-        rungs = hdet._explore.slots.multipliers(4, 2.0, "log")
+        rungs = slots.multipliers(4, 2.0, "log")
         for _ in range(200):
             before = state["h"]["scale"]
             scores = [slope * math.log(m) + rng.gauss(0, 1) for m in rungs]
@@ -127,7 +128,7 @@ def test_the_step_size_is_annealed_where_the_length_is_known():
 @pytest.mark.parametrize("slope", [0.0, 0.5, 2.0])
 def test_the_standard_error_is_calibrated(slope):
     rng = random.Random(1)
-    rungs = hdet._explore.slots.multipliers(4, 2.0, "log")
+    rungs = slots.multipliers(4, 2.0, "log")
     controller = hdet.controllers.Slope(step_size=0.0)
     means, errors, covered = [], [], 0
     for _ in range(300):

@@ -5,8 +5,9 @@ import statistics
 import pytest
 
 import hdet
+from hdet._explore import slots
 from hdet.controllers import Observation, Report
-from hdet.controllers.evidence import VAGUE, words
+from hdet.controllers.confidence import VAGUE, words
 from hdet.controllers.line_search import clear_until, fit, fit_with_intercept
 from hdet.controllers.report import check_state
 from hdet.controllers.steering import Steering
@@ -15,7 +16,7 @@ VERTEX = {"neutral": 0.5, "greedy": 1.0}
 
 
 def wide(size):
-    return hdet._explore.slots.multipliers(size, 2.0, "log")
+    return slots.multipliers(size, 2.0, "log")
 
 
 def report(probe, start, multipliers, base=1.0, next_base=1.0, peak=None, step=10, total_steps=None):
@@ -30,7 +31,7 @@ def once(controller, *arguments, **more):
 @pytest.mark.parametrize("size", [2, 3, 4, 8, 64])
 @pytest.mark.parametrize("spread", [(0.01, "linear"), (1 / 9, "linear"), (2.0, "log")])
 def test_the_fit_is_exact_on_a_parabola(size, spread):
-    rungs = hdet._explore.slots.multipliers(size, *spread)
+    rungs = slots.multipliers(size, *spread)
     for a, b in ((-3.0, 2.0), (1.0, 0.5), (-0.2, -0.1), (0.0, 1.0), (1.0, 0.0)):
         assert fit(rungs, [a * m + b * m * m for m in rungs]) == pytest.approx((a, b), abs=1e-9)
 
@@ -427,7 +428,7 @@ def test_bad_options(bad):
 @pytest.mark.parametrize(("rate", "others"), [(4.0, 0.0), (4.0, 3.0), (4.0, 10.0), (0.5, 10.0)])
 def test_the_vertex_of_one_group_is_its_own_while_others_move(size, rate, others):
     """Two groups on a quadratic: the other one gains in every round, which must not count for this one."""
-    rungs = hdet._explore.slots.multipliers(size, 2.0, "log")
+    rungs = slots.multipliers(size, 2.0, "log")
     start = 0.5 + 0.5 * others**2
     probe = [0.5 * (1 - rate * m) ** 2 + 0.5 * (0.5 * others) ** 2 for m in rungs]
     a, b = fit_with_intercept(rungs, [loss - start for loss in probe])

@@ -6,9 +6,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Net, batch
+from cases import Net, all_equal, batch, flat
 from processes import run
-from test_ensemble import all_equal, flat
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 

@@ -69,7 +69,7 @@ def test_scales_within_the_limits_need_no_clipping(coordinate, bounds, base):
     h = Hyperparameter("h", 0.4, "linear", coordinate, bounds, unit=0.5)
     low, high = h.limits(base, 4)
     for scale in (max(low, 1e-9) * (1 + 1e-9), min(high, 1e9) * (1 - 1e-9)):
-        moved = [h._move(h._move(base, scale), m) for m in multipliers(4, 0.4)]
+        moved = [h.move(h.move(base, scale), m) for m in multipliers(4, 0.4)]
         assert all(bounds[0] <= x <= bounds[1] for x in moved)
 
 

@@ -10,7 +10,8 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet
-from hdet._phases.guard.gradients import GradientGuard, finite, flags, not_finite
+from hdet._phases.guard.gradients import GradientGuard
+from hdet._tensors.finite import finite, flags, not_finite
 
 
 def steps(name, bad, guarded):

@@ -1,0 +1,22 @@
+"""The parameters of optimizers, and tensors that are each wanted once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+T = TypeVar("T", bound=Tensor)
+
+
+def parameters_of(*optimizers: Optimizer) -> list[torch.nn.Parameter]:
+    """All that these optimizers hold, trained or not, group by group."""
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def once(tensors: Iterable[T]) -> list[T]:
+    """Each of these objects once, in their order."""
+    return list({id(t): t for t in tensors}.values())
