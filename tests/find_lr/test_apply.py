@@ -386,16 +386,18 @@ def test_the_floors_of_the_ensemble_go_along_and_survive_a_resume():
         return optimizer, hdet.OneCycleAutoLR(optimizer, list(PRESENT), total_steps=STEPS)
 
     optimizer, scheduler = build()
-    before = [rate.floor for rate in scheduler._rates]
+    before = [rate.floor for rate in scheduler.ensemble.engine.run.settings.hyperparameters]
     assert all(before)
     found_rate(OTHERS).apply(optimizer, scheduler)
     wanted = [floor * rate / lr for floor, rate, lr in zip(before, OTHERS, PRESENT, strict=True)]
-    assert [rate.floor for rate in scheduler._rates] == pytest.approx(wanted)
-    assert [rate.floor for rate in scheduler._rates] == pytest.approx([g["min_lr"] for g in optimizer.param_groups])
+    assert [rate.floor for rate in scheduler.ensemble.engine.run.settings.hyperparameters] == pytest.approx(wanted)
+    assert [rate.floor for rate in scheduler.ensemble.engine.run.settings.hyperparameters] == pytest.approx(
+        [g["min_lr"] for g in optimizer.param_groups]
+    )
     other, resumed = build()
     resumed.load_state_dict(scheduler.state_dict())
     other.load_state_dict(optimizer.state_dict())
-    assert [rate.floor for rate in resumed._rates] == pytest.approx(wanted)
+    assert [rate.floor for rate in resumed.ensemble.engine.run.settings.hyperparameters] == pytest.approx(wanted)
 
 
 def test_a_geometric_decay_reaches_the_found_rate():

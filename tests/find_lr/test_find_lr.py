@@ -566,12 +566,12 @@ def find_on_a_plateau(search=hdet.find_lr):
     return found, [str(w.message) for w in caught if "not sure" in str(w.message)]
 
 
-def by_prepare_with_record(model, optimizer, step, probe):
+def by_ensemble_with_record(model, optimizer, step, probe):
     records = []
     ensemble = hdet.Ensemble(
         optimizer, total_steps=1000, controller=hdet.Auto(), model=model, probe=probe, on_round=[records.append]
     )
-    found = ensemble.prepare(step)
+    found = ensemble.find_lr(step)
     for index in range(ensemble.interval):
         optimizer.zero_grad()
         step(index)
@@ -582,7 +582,7 @@ def by_prepare_with_record(model, optimizer, step, probe):
     return found
 
 
-@pytest.mark.parametrize("search", [hdet.find_lr, by_prepare_with_record])
+@pytest.mark.parametrize("search", [hdet.find_lr, by_ensemble_with_record])
 def test_a_small_fall_on_a_plateau_is_not_taken_for_an_answer(search, tmp_path):
     found, said = find_on_a_plateau(search)
     assert not found.sure
@@ -1007,21 +1007,21 @@ def under_autocast(where, kind, search):
     return found
 
 
-def by_prepare(model, optimizer, step, probe):
+def by_ensemble(model, optimizer, step, probe):
     with warnings.catch_warnings(action="ignore"):
         ensemble = hdet.Ensemble(optimizer, total_steps=1000, controller=hdet.Auto(), model=model, probe=probe)
-    found = ensemble.prepare(step)
+    found = ensemble.find_lr(step)
     ensemble.close()
     return found
 
 
-@pytest.mark.parametrize("search", ["find_lr", "prepare"])
+@pytest.mark.parametrize("search", ["find_lr", "ensemble.find_lr"])
 @pytest.mark.parametrize("kind", [optim.AdamW, optim.Adafactor])  # the latter multiplies matrices in its step
 def test_autocast_around_it_gives_the_answer_of_autocast_within_step_fn(kind, search):
     def alone(model, optimizer, step, probe):
         return hdet.find_lr(model, optimizer, step, probe=probe, total_steps=1000)
 
-    run = alone if search == "find_lr" else by_prepare
+    run = alone if search == "find_lr" else by_ensemble
     within, around, both = (under_autocast(where, kind, run) for where in ("within", "around", "within and around"))
     assert (around.rate, around.coarse, around.fine) == (within.rate, within.coarse, within.fine)
     assert (both.rate, both.coarse, both.fine) == (within.rate, within.coarse, within.fine)

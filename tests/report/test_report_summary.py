@@ -43,7 +43,7 @@ def test_the_five_sentences():
 
 
 def test_what_was_found_before_the_run():
-    """By `prepare()`, which the first record tells, or by the lab, in find_lr.json."""
+    """By `ensemble.find_lr()`, which the first record tells, or by the lab, in find_lr.json."""
     assert "Found" not in told(ANNEALED)
     prepared = [{**ANNEALED[0], "events": ["learning_rate: to be found", "found: learning rate 0.02"]}, *ANNEALED[1:]]
     assert told(prepared)["Found"]["text"] == "learning rate 0.02."
