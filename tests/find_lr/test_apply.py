@@ -380,24 +380,26 @@ def test_a_run_that_is_saved_goes_on_with_the_found_schedule(name):
     assert run(resumed, again, STEPS - 25) == rest
 
 
+def floors(scheduler):
+    return [rate.floor for rate in scheduler.ensemble.engine.run.settings.hyperparameters]
+
+
 def test_the_floors_of_the_ensemble_go_along_and_survive_a_resume():
     def build():
         optimizer = make()
         return optimizer, hdet.OneCycleAutoLR(optimizer, list(PRESENT), total_steps=STEPS)
 
     optimizer, scheduler = build()
-    before = [rate.floor for rate in scheduler.ensemble.engine.run.settings.hyperparameters]
+    before = floors(scheduler)
     assert all(before)
     found_rate(OTHERS).apply(optimizer, scheduler)
     wanted = [floor * rate / lr for floor, rate, lr in zip(before, OTHERS, PRESENT, strict=True)]
-    assert [rate.floor for rate in scheduler.ensemble.engine.run.settings.hyperparameters] == pytest.approx(wanted)
-    assert [rate.floor for rate in scheduler.ensemble.engine.run.settings.hyperparameters] == pytest.approx(
-        [g["min_lr"] for g in optimizer.param_groups]
-    )
+    assert floors(scheduler) == pytest.approx(wanted)
+    assert floors(scheduler) == pytest.approx([g["min_lr"] for g in optimizer.param_groups])
     other, resumed = build()
     resumed.load_state_dict(scheduler.state_dict())
     other.load_state_dict(optimizer.state_dict())
-    assert [rate.floor for rate in resumed.ensemble.engine.run.settings.hyperparameters] == pytest.approx(wanted)
+    assert floors(resumed) == pytest.approx(wanted)
 
 
 def test_a_geometric_decay_reaches_the_found_rate():

@@ -562,7 +562,7 @@ def test_with_shared_gradients_it_is_named_within_join_when_the_timeout_is_over(
 def slow_to_go_on(folder, port, timeout):
     """Replica 1 calls hdet.save alone, and is held up once it has heard so: whoever serves the store has left then."""
     run = Run(folder, port, timeout)
-    board = run.ensemble.replicas._lookout().board
+    board = run.ensemble.replicas.lookout().board
     leave = board.leave
     try:
         with run.ensemble.join():
