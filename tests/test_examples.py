@@ -60,7 +60,7 @@ def test_one_replica_is_plain_training_and_says_so():
 def test_find_lr():
     (said, errors), _ = start("find_lr.py", 2)
     found, held_out = said.splitlines()
-    assert 1e-4 < float(found.removeprefix("learning rate ").partition(",")[0]) < 1
+    assert 1e-4 < float(found.removeprefix("found ").partition(",")[0]) < 1
     assert float(held_out.rpartition(" ")[2]) < 1  # guessing: 2.3
     assert "Warning" not in errors
 

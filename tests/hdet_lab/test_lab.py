@@ -178,26 +178,29 @@ def test_what_to_type_next_is_found_by_the_shell(tmp_path, monkeypatch):
     assert summary.what_next([folder]) == f"Next: hdet report {folder}\n      hdet export {folder}"
 
 
-def test_the_demo_ends_in_three_rows_and_pictures(tmp_path, capsys, monkeypatch):
+def test_the_demo_ends_in_five_rows_and_pictures(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "demo"
     assert cli.main(["demo", "--steps", "6", "--replicas", "2", "--in-process", "--folder", str(folder)]) == 0
     report = capsys.readouterr().out
-    assert len(re.findall(r"^(OneCycleLR|OneCycleLR, best rate|HDET) +\d\.\de-\d\d +\d", report, re.MULTILINE)) == 3
-    runs = [folder / name for name in ("hdet-low", "plain-best", "plain-low")]
+    rows = r"^(OneCycleLR, best rate|(OneCycleLR|HDET), too (low|high)) +\d\.\de-\d\d +\d\.\de-\d\d +\d"
+    assert len(re.findall(rows, report, re.MULTILINE)) == 5
+    assert len(re.findall(r"^From \d\.\de-\d\d: ", report, re.MULTILINE)) == 2
+    runs = [folder / name for name in ("hdet-high", "hdet-low", "plain-best", "plain-high", "plain-low")]
     assert re.search(rf"Next: \S*hdet report {' '.join(map(str, runs))}\n +\S*hdet export {runs[0]}\n$", report)
     for words in report.partition("Next: ")[2].splitlines():
         assert cli.main(words.split()[1:]) == 0
     assert (runs[0] / "report.html").stat().st_size > 50_000
-    rounds = read_lines(folder / "hdet-low" / "rounds.jsonl")
-    monkeypatch.setattr(
-        demos, "read_lines", lambda path: [{"step": 7 * record["step"], "probe": 1} for record in rounds]
-    )
-    assert f"after every {7 * rounds[0]['step']} steps: what not knowing" in demos.search_cost(folder / "hdet-low", {})
-    monkeypatch.setattr(demos, "read_lines", lambda path: [])
-    assert "include 290 steps\n" in demos.search_cost(folder / "hdet-low", {"finder_steps": 290})
     assert {path.name for path in folder.iterdir()} >= {"fan.png", "losses.png", "plain-low", "hdet-low"}
-    peaks = [read(folder / name / "result.json")["peak_lr"] for name in ("plain-low", "plain-best", "hdet-low")]
-    assert peaks[0] == peaks[2] == peaks[1] / 10
+    peaks = [read(folder / f"plain-{name}" / "result.json")["peak_lr"] for name in ("low", "best", "high")]
+    assert peaks == pytest.approx([peaks[1] / 10, peaks[1], peaks[1] * 10])
+
+
+def test_the_demo_says_what_was_found_and_what_it_cost(tmp_path, monkeypatch):
+    result = {"finder_steps": 290, "finder_cost": 411.0, "peak_lr": 0.012}
+    said = "It found 0.012, 12 times your rate, 0.001. The search cost as much as 411 steps."
+    assert demos.search_cost(tmp_path, result, 0.001) == said
+    monkeypatch.setattr(demos, "read_lines", lambda path: [{"step": 7, "probe": 1}])
+    assert demos.search_cost(tmp_path, {}, 0.001) == "Its seconds include probes after every 7 steps."
 
 
 @pytest.mark.parametrize(
@@ -281,7 +284,7 @@ def test_after_a_search_a_charged_run_is_the_plain_run_of_the_steps_that_are_lef
     assert auto["held_out"] == plain["held_out"]
     assert read(tmp_path / "auto" / "find_lr.json")["rate"] == 3e-3
     assert cli.main(["report", str(tmp_path / "auto")]) == 0
-    assert "learning rate 0.003, before the first step, from 0.003. It took 21 min" in capsys.readouterr().out
+    assert "0.003, 1 times your rate, 0.003. The search took 21 min, as much as 970 steps." in capsys.readouterr().out
     whole = losses(tmp_path / "auto")
     stop_at(tmp_path / "auto", 20)
     assert cli.main(["resume", str(tmp_path / "auto"), "--in-process"]) == 0

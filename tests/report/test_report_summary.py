@@ -50,7 +50,7 @@ def test_what_was_found_before_the_run():
     search = {"rate": 0.00391, "peak_lr": 1.33e-4, "cost": 371.2, "seconds": 12.34}
     assert next(iter(told(ANNEALED, search=search))) == "Found"
     assert told(ANNEALED, search=search)["Found"]["text"] == (
-        "learning rate 0.00391, before the first step, from 0.000133. It took 12.3 s, as much as 371 steps."
+        "0.00391, 29.4 times your rate, 0.000133. The search took 12.3 s, as much as 371 steps."
     )
 
 
@@ -118,7 +118,7 @@ def test_what_the_search_took_is_a_cost():
     within = [{**ANNEALED[0], "search": SEARCH}, *ANNEALED[1:]]
     assert told(within)["Cost"]["text"] == said
     assert told(within)["Found"]["text"] == (
-        "learning rate 0.02, before the first step, from 0.0001. It took 10.0 s, as much as 216 steps."
+        "0.02, 200 times your rate, 0.0001. The search took 10.0 s, as much as 216 steps."
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import os
+import pathlib
 import textwrap
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,12 +69,22 @@ class FoundRate:
     def __str__(self) -> str:
         low, high = self.interval
         narrow = "" if self.whole == self.interval else f" (narrow, so counted from {self.whole[0]:.3g} on)"
+        part = f", {100 * self.cost / self.total_steps:.1f} % of the run" if self.total_steps else ""
         unsure = "" if self.sure else f"; not sure: {'; '.join(self.doubts)}"
         return (
-            f"learning rate {self.rate:.3g}, {self.scale:.3g} times the present one; losses were low from {low:.3g} to "
-            f"{high:.3g}{narrow}; {self.steps} steps, {self.seconds:.1f} s, as much as {self.cost:.0f} steps of "
-            f"training{unsure}"
+            f"found {self.rate:.3g}, {self.scale:.3g} times your rate; losses were low between {low:.3g} and {high:.3g}"
+            f"{narrow}; cost as much as {self.cost:.0f} steps ({self.seconds:.1f} s){part}{unsure}"
         )
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write everything that was found to `find_lr.json` in a folder, for `hdet report` and to keep.
+
+        Call it on one replica: it is the same on all.
+        """
+        path = pathlib.Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        told = {**_plain(vars(self)), "sure": self.sure, "start": self.rate / self.scale}
+        (path / "find_lr.json").write_text(json.dumps(told, allow_nan=False) + "\n")
 
     def apply(self, optimizer: Any, scheduler: Any = None, *, steps: int | None = None) -> FoundRate:
         """Train at the found rate: the whole schedule keeps its shape, and its peak becomes `rates`, group by group.
@@ -161,3 +173,12 @@ class FoundRate:
             f"The rate is below the low losses: they span less than {high / self.whole[0]:.3g}-fold, so the ramp is "
             "too fast to see how far down they reach. The pale green counts too; a run wants lower rates than a ramp."
         )
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it, with null for what is not finite."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -38,8 +38,9 @@ def find_search(lines: Sequence[Mapping[str, Any]], file: Mapping[str, Any] | No
 def answer(search: Mapping[str, Any]) -> str:
     """What was found and what it took, in a sentence or two."""
     rate, start, cost = (number(search[key]) for key in ("rate", "start", "cost"))
-    took = seconds(search["seconds"] or 0.0)
-    said = f"learning rate {rate}, before the first step, from {start}. It took {took}, as much as {cost} steps."
+    times = "" if not search["start"] else f", {number(search['rate'] / search['start'])} times your rate, {start}"
+    took = "cost" if search["seconds"] is None else f"took {seconds(search['seconds'])},"
+    said = f"{rate}{times}. The search {took} as much as {cost} steps."
     return said if not search["doubts"] else f"{said}\nNot sure: {'; '.join(search['doubts'])}."
 
 

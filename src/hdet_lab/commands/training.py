@@ -36,9 +36,9 @@ from hdet_lab.worker import Job
 
 def add_commands(commands: Any) -> None:
     """Add them to a parser's subcommands."""
-    text = "a rate 10 times too low, with and without hdet; under three minutes"
+    text = "rates 10 times too low and too high, with and without hdet; under three minutes"
     command = add_command(commands, "demo", _demo, text)
-    text = f"of each of the three runs (default: {demo.STEPS})"
+    text = f"of each of the five runs (default: {demo.STEPS})"
     command.add_argument("--steps", type=int, default=demo.STEPS, help=text)
     command.add_argument("--replicas", type=int, default=demo.REPLICAS, help=f"default: {demo.REPLICAS}")
 
