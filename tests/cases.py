@@ -1,8 +1,11 @@
 """Optimizers, schedulers, a model and batches for every test of the protocol; and whether all replicas are equal."""
 
+import inspect
+
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 
 
@@ -101,6 +104,13 @@ class Net(nn.Module):
     def forward(self, x):
         x = torch.tanh(self.norm(self.inner(x)))
         return self.outer(self.again(torch.tanh(self.tied(x) / self.heat))) + self.frozen
+
+
+def keeping_buffers(model):
+    """DDP in which each replica keeps its own buffers; torch 2.10 has the argument under another name."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return DistributedDataParallel(model, **{name: False})
 
 
 def drawn(seed):

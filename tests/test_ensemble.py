@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Net, all_equal, batch, flat, gathered
+from cases import Net, all_equal, batch, flat, gathered, keeping_buffers
 from processes import run
 from single import pretended
 from torch import nn, optim
@@ -24,7 +24,7 @@ from hdet.controllers.steering import Steering
 
 def make(spread=0.3, interval=4, optimizer=optim.AdamW, net=None, options=None, **kwargs):
     torch.manual_seed(0)
-    model = DistributedDataParallel(net or Net(), forward_sync_buffers=False)
+    model = keeping_buffers(net or Net())
     o = optimizer(model.parameters(), lr=0.01, **(options or {}))
     rates = [hdet.learning_rate(o, spread=spread)]
     ensemble = hdet.Ensemble(o, rates, interval=interval, **{"model": model, **kwargs})

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cases import OPTIMIZERS, SCHEDULERS, STEPS, Net, batch
+from cases import OPTIMIZERS, SCHEDULERS, STEPS, Net, batch, keeping_buffers
 from processes import run
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import hdet
@@ -24,7 +23,7 @@ class Training:
 
     def __init__(self, optimizer, scheduler, spread=None, variant="softmax"):
         torch.manual_seed(3)
-        self.model = DistributedDataParallel(Net(statistics=variant != "tail average"), forward_sync_buffers=False)
+        self.model = keeping_buffers(Net(statistics=variant != "tail average"))
         self.optimizers = OPTIMIZERS[optimizer](self.model)
         make = SCHEDULERS[scheduler]
         self.schedulers = [make(o) for o in self.optimizers] if make else []

@@ -146,7 +146,7 @@ class Ensemble:
             attempted: an optimizer step was due, whether it was taken or not. With local gradients a GradScaler skips
                 steps on some replicas only: say so, that all reach the end of a round at the same call.
         """
-        if not self._run.at.closed:
+        if self._run.at.stage is not Stage.CLOSED:
             self.engine.step(loss, attempted)
 
     def check_loss(self, loss: Loss | None) -> Tensor | float | None:

@@ -1008,7 +1008,8 @@ def under_autocast(where, kind, search):
 
 
 def by_ensemble(model, optimizer, step, probe):
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         ensemble = hdet.Ensemble(optimizer, total_steps=1000, controller=hdet.Auto(), model=model, probe=probe)
     found = ensemble.find_lr(step)
     ensemble.close()

@@ -1,10 +1,12 @@
 """The terminal: a bar that is redrawn, or a few lines in a log."""
 
 import dataclasses
+import fcntl
 import io
 import os
 import pty
 import select
+import struct
 import sys
 import termios
 
@@ -66,7 +68,7 @@ def test_a_terminal_gets_a_line_that_is_redrawn(bar, monkeypatch):
     if not bar:
         monkeypatch.setitem(sys.modules, "tqdm", None)
     ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 160))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 160, 0, 0))
     with os.fdopen(theirs, "w") as file:
         show = hdet.Progress(file=file)
         for record in RECORDS:

@@ -89,7 +89,7 @@ class Engine:
             self.forgotten.note_unseen()
         elif self.count():
             self.end_round(full=self.run.rounds.full)
-        elif any(ends() for ends in self._enders):
+        elif any([ends() for ends in self._enders]):  # noqa: C419  a generator takes longer, at every step
             self.end_round(full=False)
 
     def resume(self) -> None:

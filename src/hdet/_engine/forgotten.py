@@ -15,12 +15,11 @@ class ForgottenCalls:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._unseen = 0
-        self._may_tell = ["warning", "error"]
+        self._may_warn = self._may_raise = True
 
     def reset(self) -> None:
         """Optimizer steps were counted, so the loop does call `Ensemble.step()`."""
-        self._unseen = 0
-        self._may_tell = [how for how in self._may_tell if how == "warning"]
+        self._unseen, self._may_raise = 0, False
 
     def note_unseen(self) -> None:
         """`Ensemble.step()` was called, but no optimizer step was seen since: a micro-batch, or a mistake."""
@@ -46,8 +45,8 @@ class ForgottenCalls:
             "are not averaged; call ensemble.step(loss) after each optimizer.step() (with OneCycleAutoLR, "
             "scheduler.step(loss)), or ensemble.finish() where plain training is to go on"
         )
-        if "error" in self._may_tell and steps >= _FORGOTTEN:
+        if self._may_raise and steps >= _FORGOTTEN:
             raise RuntimeError(problem)
-        if "warning" in self._may_tell:
-            self._may_tell.remove("warning")
+        if self._may_warn:
+            self._may_warn = False
             warn(problem)

@@ -84,6 +84,7 @@ class FanOut:
         self._optimizers = tuple(optimizers)
         self._hyperparameters = tuple(hyperparameters)
         self._watched = {id(o): _Watched() for o in optimizers}
+        self._counts = tuple(self._watched.values())
         self._hooks = Hooks(self)
         for optimizer in optimizers:
             self._hooks.around_step(optimizer, self._before_step, self._after_step)
@@ -121,7 +122,8 @@ class FanOut:
     @property
     def steps(self) -> int:
         """Optimizer steps taken since `count()`: with several optimizers, those of the one that took most."""
-        return max(watched.steps for watched in self._watched.values())
+        counts = self._counts
+        return counts[0].steps if len(counts) == 1 else max([watched.steps for watched in counts])
 
     @property
     def steps_of_all(self) -> int:
@@ -136,7 +138,7 @@ class FanOut:
     def count(self) -> int:
         """The steps taken since this was last asked."""
         steps = self.steps
-        for watched in self._watched.values():
+        for watched in self._counts:
             watched.steps = 0
         self._asks_at = self.patience
         return steps

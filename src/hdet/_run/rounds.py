@@ -63,7 +63,7 @@ class Position:
     @property
     def finished(self) -> bool:
         """Whether there are no more rounds."""
-        return Stage.FINISHED in (self.stage, self._outside if self.stage in _OVERLAYS else None)
+        return (self._outside if self.stage in _OVERLAYS else self.stage) is Stage.FINISHED
 
     @property
     def closed(self) -> bool:

@@ -35,6 +35,7 @@ class Run:
         settings: what the ensemble was given.
 
     Attributes:
+        at: where the run is.
         data: whether this replica has data.
         found: what a search before the first step has found.
         clock: when this round began, by `time.perf_counter()`.
@@ -55,6 +56,7 @@ class Run:
             design=given.design, until=given.plan.until, local=given.local,
         )  # fmt: skip
         self.rounds.start_from(0)
+        self.at: Position = self.rounds.at
         self.values = Values(given.optimizers, explorable)
         self.data = Data.EVEN
         self.found: FoundRate | None = None
@@ -62,11 +64,6 @@ class Run:
         self.last_checkpoint: str | None = None
         self.resumed = False
         self._agreed = self.replicas.ranks.size > 1
-
-    @property
-    def at(self) -> Position:
-        """Where it is."""
-        return self.rounds.at
 
     @property
     def replicas(self) -> Replicas:

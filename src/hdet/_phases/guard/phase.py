@@ -55,8 +55,9 @@ class Guard(Phase):
 
     def ends_round(self) -> bool:
         """One sick replica keeps all from training: they do not wait for the round's end."""
-        shared = not self._run.settings.local and self._run.data is Data.EVEN
-        return self._guarded and shared and self._gradients.stuck
+        if not self._guarded or self._run.settings.local or self._run.data is not Data.EVEN:
+            return False
+        return self._gradients.stuck
 
     def dealt(self, first: bool) -> None:
         self._keep("late" if first else "round")  # before the first step a forward pass may be behind
