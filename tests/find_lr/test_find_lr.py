@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import io
 import itertools
+import json
 import math
 import pickle
 import random
@@ -776,11 +777,30 @@ def test_a_second_ramp_that_begins_too_high_begins_again_lower(monkeypatch, too_
         find(model, optim.SGD(model.parameters(), lr=0.1))
 
 
+def test_what_was_found_is_told_in_words_and_saved(tmp_path):
+    curve = [(0.01, 2.0), (0.1, math.inf)]
+    low = (0.01, 0.1)
+    found = hdet.FoundRate(
+        0.016, 16.0, ((0.016,),), low, low, 0.5, 2.5, curve, curve, 150, 900, 162.4, 9.0, total_steps=8000
+    )  # fmt: skip
+    assert str(found) == (
+        "found 0.016, 16 times your rate; losses were low between 0.01 and 0.1; cost as much as 162 steps (9.0 s), "
+        "2.0 % of the run"
+    )
+    found.save(tmp_path / "runs" / "first")
+    told = json.loads((tmp_path / "runs" / "first" / "find_lr.json").read_text())
+    assert (told["rate"], told["start"], told["sure"], told["coarse"][1]) == (0.016, 0.001, True, [0.1, None])
+    from hdet_lab import cli
+
+    assert cli.main(["report", str(tmp_path / "runs" / "first")]) == 0
+    assert (tmp_path / "runs" / "first" / "report.html").stat().st_size > 50_000
+
+
 def test_what_was_found_can_be_read_printed_and_drawn(tmp_path):
     model = make(kind=plain_net)
     found = find(model, optim.Adam(model.parameters(), lr=1e-3), factor=np.float32(2.0))
     assert type(found.rate) is type(found.factor) is float
-    assert f"learning rate {found.rate:.3g}" in str(found)
+    assert f"found {found.rate:.3g}, " in str(found)
     assert "\n" not in str(found)
     assert found.factor == 2.0
     assert found.cost > found.steps == 4 * len(found.coarse) + 8 * len(found.fine)

@@ -71,7 +71,7 @@ class Run:
 
     @property
     def search(self) -> dict[str, Any] | None:
-        """The lab's find_lr.json, of the search before the first step; None without it."""
+        """find_lr.json, of the search before the first step, as the lab and `FoundRate.save` write it; None without it."""
         return self._search.content
 
     @property
@@ -91,8 +91,9 @@ class Run:
         if self._in_lab:
             self._read_losses()
             self._result.refresh()
-            self._search.refresh()
             self._about.refresh()
+        if self._in_folder:
+            self._search.refresh()
         if _is_there(self.path) or not (self.losses or self.search):  # a plain run, or a search, has no rounds
             self._read_rounds()
         return before != self._state()
@@ -170,13 +171,19 @@ class Run:
     @property
     def exists(self) -> bool:
         """Whether it has begun."""
-        others = (self._loss_lines.path, self._search.path) if self._in_lab else ()
+        others = [self._loss_lines.path] if self._in_lab else []
+        others += [self._search.path] if self._in_folder else []
         return any(map(_is_there, (self.path, *others)))
+
+    @property
+    def _in_folder(self) -> bool:
+        """Whether it is a folder, in which the file of a search is of this run, and not a file of another name."""
+        return self.path.name == "rounds.jsonl"
 
     @property
     def _in_lab(self) -> bool:
         """Whether the folder is one of the lab's, so that its other files mean what they are called."""
-        return self.path.name == "rounds.jsonl" and _is_there(self._about.path)
+        return self._in_folder and _is_there(self._about.path)
 
     @property
     def held_out(self) -> float | None:
