@@ -71,7 +71,7 @@ class Run:
 
     @property
     def search(self) -> dict[str, Any] | None:
-        """find_lr.json, of the search before the first step, as the lab and `FoundRate.save` write it; None without it."""
+        """The search before the first step: find_lr.json, of the lab or of `FoundRate.save`; None without it."""
         return self._search.content
 
     @property
