@@ -44,8 +44,8 @@ LAYERS = {
         "controllers", "ensemble",
     },
     "integrations": {
-        "_arguments", "_explore", "_find_lr", "_hooks", "_options", "_replicas", "_run", "_user_warning", "checkpoint",
-        "ensemble", "records",
+        "_arguments", "_explore", "_find_lr", "_hooks", "_options", "_probe", "_replicas", "_run", "_tensors",
+        "_user_warning", "checkpoint", "ensemble", "records",
     },
     "_report": {"_find_lr", "_replicas", "controllers", "records"},
 }  # fmt: skip
