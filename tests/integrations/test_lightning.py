@@ -113,7 +113,7 @@ def fit(folder, kind="automatic", accumulation=1, resume=None, before=(), after=
     from hdet.integrations.lightning import HDETCallback
 
     told, module = Told(), make_module(kind)
-    callback = HDETCallback(explored, on_round=[told], **OPTIONS, **options)
+    callback = HDETCallback(explored, find_lr=False, on_round=[told], **OPTIONS, **options)
     saved = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
     trainer = pl.Trainer(
         accelerator="cpu", strategy="ddp", devices=2, max_steps=STEPS * (2 if kind == "manual" else 1), max_epochs=1,
