@@ -32,6 +32,7 @@ Given = Hyperparameters | Callable[[Any], Hyperparameters] | None
 _OURS = ("self", "optimizer", "hyperparameters", "model")
 SHORTEST = 100
 """Optimizer steps of a run below which a search does not pay."""
+_INTERVAL = 100  # where nobody knows how long the run is, and "auto" has nothing to go by
 
 
 class Hosted:
@@ -156,6 +157,8 @@ class Hosted:
             return {**trained_by(inner, "model", model), **entries}
 
         options = {**self._options, "total_steps": total_steps}
+        if total_steps is None:
+            options.setdefault("interval", _INTERVAL)
         options["on_round"] = [*options.get("on_round", ()), tell]
         averaging: Averaging | None = options.get("averaging")
         followers = () if averaging is None else averaging.followers

@@ -166,15 +166,15 @@ class Together:
 
 
 def schedule(trainer: Trainer, total_steps: int | None) -> tuple[Any, int | None]:
-    """The scheduler of the optimizer, if there is one, and how often the Trainer steps it, if that is known."""
-    configs = trainer.lr_scheduler_configs
-    if len(configs) > 1:
-        return Together([(c.scheduler, _every(trainer, c), c.reduce_on_plateau) for c in configs]), total_steps
-    if not configs:
+    """The scheduler of the optimizer, if there is one, and how often the Trainer steps it before the last step of the
+    optimizer, if that is known.
+    """
+    every = [_every(trainer, config) for config in trainer.lr_scheduler_configs]
+    parts = [(c.scheduler, n, c.reduce_on_plateau) for c, n in zip(trainer.lr_scheduler_configs, every, strict=True)]
+    if not parts:
         return None, None
-    if total_steps is None:
-        return configs[0].scheduler, None
-    return configs[0].scheduler, max(1, int(total_steps // _every(trainer, configs[0])))
+    together, each = (parts[0][0], every[0]) if len(parts) == 1 else (Together(parts), 1)
+    return together, None if total_steps is None else max(1, int((total_steps - 1) // each))
 
 
 def _every(trainer: Trainer, config: Any) -> float:
