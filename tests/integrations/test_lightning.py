@@ -187,8 +187,9 @@ def compare_local(folder):
 
 def follow(folder):
     module = make_module("automatic")
-    names = follow_guide("Lightning", folder, module=module, loader=Batches(STEPS))
-    assert names["callback"].ensemble.progress["step"] == names["trainer"].global_step == 3 * STEPS
+    names = follow_guide("Lightning", folder, module=module, loader=Learnable(4 * STEPS))
+    assert names["callback"].ensemble.progress["step"] == names["trainer"].global_step == 12 * STEPS
+    assert names["callback"].found is not None
     dist.barrier()  # the first replica may still be removing the checkpoint before the last
     assert len(list(pathlib.Path(folder, "checkpoints").iterdir())) == 2
     return module.model[1].weight.tolist()
