@@ -125,7 +125,7 @@ def train(folder, resume=None, attach=True, options=None, **arguments):
         model=model, args=args, train_dataset=samples, eval_dataset=[make_sample(n) for n in range(1000, 1008)],
         optimizers=(optimizer, make_schedule(optimizer)),
     )  # fmt: skip
-    callback = HDETCallback(explored, on_round=[told], **OPTIONS, **(options or {}))
+    callback = HDETCallback(explored, find_lr=False, on_round=[told], **OPTIONS, **(options or {}))
     if attach:
         callback.attach(trainer)
     else:
