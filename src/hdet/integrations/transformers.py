@@ -250,7 +250,7 @@ class _StepLoss:
 def _warn_of_own_loss(trainer: Trainer) -> None:
     """Warn of a loss whose scaling is not known: replicas would be judged by how many tokens they have."""
     own = type(trainer).compute_loss is not Trainer.compute_loss
-    if own and getattr(trainer, "loss_is_scaled_for_ga", None) is None:
+    if own and trainer.args.world_size > 1 and getattr(trainer, "loss_is_scaled_for_ga", None) is None:
         warn(
             f"{type(trainer).__name__} computes its own loss: is it a mean over its own tokens? Then say so, or "
             "replicas with fewer tokens seem worse: trainer.loss_is_scaled_for_ga = False; set it to True if the loss "
