@@ -1,6 +1,7 @@
 """The search for the learning rate in a Lightning Trainer of one process; test_lightning.py has one of two."""
 
 import copy
+import pickle
 import random
 import signal
 import warnings
@@ -16,7 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import hdet
 
 pl = pytest.importorskip("lightning.pytorch")
-from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    Callback, EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor, ModelCheckpoint,
+)  # fmt: skip
 from lightning.pytorch.loggers import Logger  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
@@ -435,6 +438,7 @@ def test_manual_optimization_is_refused_with_the_reason():
         fit(module)
     with pytest.raises(TypeError, match="find_lr must be"):
         HDETCallback(find_lr="yes")
+    assert pickle.loads(pickle.dumps(HDETCallback())).found is None  # as ddp_spawn does it
 
 
 def test_where_no_rate_is_found_the_run_keeps_its_own():
@@ -521,6 +525,13 @@ def test_limits_and_overfitting_on_few_batches():
         callback, _ = fit(seeded(Sees), loader(shuffle=False), max_epochs=25, **options)
         assert callback.found.scale > 10
         assert len(set(taken)) == 5
+
+
+def test_accumulation_that_a_callback_schedules():
+    ours, _ = fit(seeded(), callbacks=[GradientAccumulationScheduler({0: 2})], max_epochs=-1, max_steps=120)
+    theirs, trainer = fit(seeded(), accumulate_grad_batches=2, max_epochs=-1, max_steps=120)
+    assert ours.found.rate == theirs.found.rate
+    assert trainer.accumulate_grad_batches == 2
 
 
 class Moves(Digits):

@@ -64,7 +64,7 @@ class HDETCallback(Callback):  # type: ignore[misc]
         self._overrides = Overrides()
         self._losses: list[Tensor] = []
         self._counted = 0  # the Trainer's optimizer steps that the ensemble knows of
-        self._found_for: Callable[[], object] = lambda: None  # the module that a rate was found for
+        self._found_for: weakref.ref[LightningModule] | None = None  # the module of the last fit()
 
     @property
     def ensemble(self) -> Ensemble | None:
@@ -119,7 +119,8 @@ class HDETCallback(Callback):  # type: ignore[misc]
     def _find(self, trainer: Trainer, total_steps: int | None) -> None:
         """Find the learning rate and let it take effect, where there is reason to."""
         hosted, module = self._hosted, trainer.lightning_module
-        if trainer.global_step > 0 and trainer.ckpt_path is None and self._found_for() is module:
+        again = self._found_for is not None and self._found_for() is module
+        if again and trainer.global_step > 0 and trainer.ckpt_path is None:
             if hosted.found is not None:  # a second fit(), for which Lightning has made the optimizer anew
                 scheduler, steps = schedule(trainer, total_steps)
                 hosted.found.apply(trainer.optimizers, [scheduler], steps=steps)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -196,6 +197,9 @@ def unseen(trainer: Trainer) -> Iterator[None]:
     before = [Attributes([entry], shallow=vars(entry)) for entry in held]
     silenced = Overrides()
     try:
+        for callback in trainer.callbacks:
+            if isinstance(callback, GradientAccumulationScheduler):  # which would say so when the epoch begins
+                trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(0)
         trainer.callbacks = []
         trainer.loggers = [DummyLogger() for _ in trainer.loggers]
         for module in trainer.lightning_module.modules():
