@@ -18,7 +18,11 @@ import hdet
 
 pl = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.callbacks import (  # noqa: E402
-    Callback, EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor, ModelCheckpoint,
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
 )  # fmt: skip
 from lightning.pytorch.loggers import Logger  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
