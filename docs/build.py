@@ -51,7 +51,8 @@ SECTIONS = {
 
 PACKAGES = ("checkpoint", "controllers", "records")
 INTEGRATIONS = (
-    "lightning.HDETCallback", "transformers.HDETCallback", "accelerate.save_state", "accelerate.load_state",
+    "lightning.HDETCallback", "transformers.HDETCallback", "accelerate.find_lr", "accelerate.save_state",
+    "accelerate.load_state",
 )  # fmt: skip
 
 

@@ -156,17 +156,16 @@ def test_ray_train():
     assert float(done.stdout.splitlines()[-1].removeprefix("held-out loss after 100 steps: ")) < 1
 
 
-ROUNDS = {"accelerate_digits": 18, "lightning_digits": 22, "transformers_text": 20}
+INTEGRATIONS = {"accelerate_digits": False, "lightning_digits": True, "transformers_text": True}  # with a folder?
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ROUNDS)
+@pytest.mark.parametrize("name", INTEGRATIONS)
 def test_integrations(name, tmp_path):
     torchrun = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2"]
     launch = [sys.executable] if name == "lightning_digits" else torchrun  # Lightning starts the others itself
-    done = call(*launch, f"examples/{name}.py", "--folder", tmp_path)
-    rounds, held_out = done.stdout.splitlines()[-2:]
-    assert int(rounds.removeprefix("rounds: ")) == ROUNDS[name]
+    done = call(*launch, f"examples/{name}.py", *(["--folder", tmp_path] if INTEGRATIONS[name] else []))
+    held_out = done.stdout.splitlines()[-1]
     assert float(held_out.removeprefix("held-out loss: ")) < 2.6  # guessing: 2.3, and 5.5 for text
 
 

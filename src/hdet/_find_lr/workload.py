@@ -121,7 +121,11 @@ class Batches:
         for number, micro in enumerate(range(index * self._accumulate, (index + 1) * self._accumulate)):
             kept = self._train[micro % len(self._train)]
             with _gradients_shared(self.model, number == self._accumulate - 1):
-                self.pass_through(to_device(kept.batch, self._device))
+                self.pass_through(self.moved(kept.batch))
+
+    def moved(self, batch: Any) -> Any:
+        """A copy of a batch, as the training has it: by default the same on the device."""
+        return to_device(batch, self._device)
 
     def pass_through(self, batch: Any) -> None:
         """Forward and backward pass of one micro-batch."""
@@ -154,7 +158,7 @@ class Batches:
 
     def _probe_of(self, scored: list[Kept]) -> Probe:
         def loss(model: nn.Module, kept: Kept) -> Tensor:
-            return self.loss_fn(model, to_device(kept.batch, self._device))
+            return self.loss_fn(model, self.moved(kept.batch))
 
         return Probe(lambda index: scored, loss)
 

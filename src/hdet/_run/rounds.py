@@ -91,6 +91,7 @@ class Rounds:
     Attributes:
         at: where the run is.
         dealt: this round's multipliers by hyperparameter and replica; the same on every replica.
+        warns_alone: whether a single replica that was to explore gets a warning.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Rounds:
     ) -> None:
         self.at = Position()
         self.dealt: dict[str, tuple[float, ...]] = {}
+        self.warns_alone = True
         self._hyperparameters = tuple(hyperparameters)
         self._design, self._until, self._local = design, dict(until or {}), local
         self._interval = interval
@@ -148,7 +150,7 @@ class Rounds:
         if self._replicas is not None:
             return False
         self._replicas = find_replicas(self._where)
-        if (self._local or self._explored()) and self._replicas.size == 1:
+        if self.warns_alone and (self._local or self._explored()) and self._replicas.size == 1:
             warn(
                 "there is one replica only, so the spread has no effect and this is plain training; launch several: "
                 "with torchrun, and torch.distributed.init_process_group() first; with `hdet train`, by --replicas"

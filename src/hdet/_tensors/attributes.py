@@ -6,7 +6,7 @@ import io
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -19,15 +19,21 @@ _Restore = Callable[[], object]
 
 
 class Attributes:
-    """The attributes of some objects: which there are, and what plain containers, tensors and generators hold."""
+    """The attributes of some objects: which there are, and what plain containers, tensors and generators hold.
 
-    def __init__(self, objects: Iterable[object]) -> None:
+    Args:
+        objects: whose they are.
+        shallow: names of attributes that nothing writes into, such as a data set: their content is not copied.
+    """
+
+    def __init__(self, objects: Iterable[object], shallow: Collection[str] = ()) -> None:
         self._kept: list[tuple[dict[str, Any], dict[str, Any], list[_Restore]]] = []
         for entry in {id(entry): entry for entry in objects}.values():
             own = getattr(entry, "__dict__", None)
             if isinstance(own, dict):
                 values = {name: value for name, value in own.items() if name not in _OF_MODULES}
-                self._kept.append((own, values, [_keep(value, _DEPTH) for value in values.values()]))
+                contents = [_keep(value, _DEPTH) for name, value in values.items() if name not in shallow]
+                self._kept.append((own, values, contents))
 
     def restore(self) -> None:
         for own, values, contents in self._kept:

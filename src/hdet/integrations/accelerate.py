@@ -1,4 +1,4 @@
-"""HDET in a loop with Accelerate: `hdet.Ensemble` as in any loop; `save_state` and `load_state` for its checkpoints.
+"""HDET in a loop with Accelerate: `find_lr` before it, `hdet.Ensemble` in it, `save_state` and `load_state` beside it.
 
 An ensemble takes optimizers and models that were prepared as well as plain ones, and counts the steps that were taken:
 call `ensemble.step(loss)` once per batch, with the loss that was given to `accelerator.backward`.
@@ -8,17 +8,61 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
+from hdet._find_lr.find_lr import find_lr as _find_lr
+from hdet._find_lr.found_rate import FoundRate
+from hdet._tensors.attributes import Attributes
 from hdet.checkpoint.entries import find_ensemble, flatten
 from hdet.integrations.beside import Beside, trained_by
 
 _BESIDE = "hdet"  # the folder within a checkpoint
+
+
+def find_lr(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,
+    loader: Iterable[Any],
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    *,
+    total_steps: int | None = None,
+    **options: Any,
+) -> FoundRate:
+    """`hdet.find_lr` with the accelerator's accumulation and grad scaler. Everything is put back.
+
+    Collective: every replica calls it, before training. `found.apply(optimizer, scheduler)` then trains at the rate
+    that was found. A prepared model runs in the accelerator's precision.
+
+    Args:
+        accelerator: yours.
+        model: prepared; in one process it need not be.
+        optimizer: prepared or not; a list for several.
+        loader: prepared, or this replica's batches.
+        loss_fn: `loss_fn(model, batch)`: the mean loss of a batch, as it is given to `accelerator.backward`.
+        total_steps: optimizer steps of the training to come.
+        **options: others of `hdet.find_lr`, such as `clip_grad_norm`. `accumulate` is by default the accelerator's.
+
+    Raises:
+        ValueError: where replicas do not hold whole models, and as `hdet.find_lr` does.
+
+    Example::
+
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        find_lr(accelerator, model, optimizer, loader, loss_fn, total_steps=1000).apply(optimizer, scheduler)
+    """
+    _check_whole(accelerator)
+    given: dict[str, Any] = {"accumulate": accelerator.gradient_accumulation_steps, "scaler": accelerator.scaler}
+    before = Attributes([accelerator.gradient_state])
+    try:
+        return _find_lr(model, optimizer, loader, loss_fn, total_steps=total_steps, **{**given, **options})
+    finally:
+        before.restore()
 
 
 def save_state(
@@ -102,12 +146,7 @@ def load_state(
 
 def _beside(accelerator: Accelerator, run: Mapping[str, Any]) -> Beside:
     """What goes into the folder: what Accelerate does not save, and in mid-round what it saves of one replica only."""
-    kind = str(accelerator.distributed_type.value)
-    if kind != "NO" and not kind.startswith("MULTI_"):
-        raise ValueError(
-            f"every replica must hold a whole model, got {kind}; use Accelerate's data-parallel mode, which wraps the "
-            "model in DistributedDataParallel"
-        )
+    _check_whole(accelerator)
     found = flatten("run", run)
     ensemble = find_ensemble(found)
     if ensemble is None:
@@ -126,3 +165,12 @@ def _beside(accelerator: Accelerator, run: Mapping[str, Any]) -> Beside:
         return entries
 
     return Beside(ensemble, {name: entry for name, entry in found.items() if id(entry) not in saved}, own)
+
+
+def _check_whole(accelerator: Accelerator) -> None:
+    kind = str(accelerator.distributed_type.value)
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise ValueError(
+            f"every replica must hold a whole model, got {kind}; use Accelerate's data-parallel mode, which wraps the "
+            "model in DistributedDataParallel"
+        )

@@ -30,6 +30,9 @@ from hdet.records.record import RoundRecord, metrics
 Hyperparameters = Sequence[Hyperparameter | Sequence[Hyperparameter]]
 Given = Hyperparameters | Callable[[Any], Hyperparameters] | None
 _OURS = ("self", "optimizer", "hyperparameters", "model")
+SHORTEST = 100
+"""Optimizer steps of a run below which a search does not pay."""
+_INTERVAL = 100  # where nobody knows how long the run is, and "auto" has nothing to go by
 
 
 class Hosted:
@@ -67,6 +70,19 @@ class Hosted:
         steps: int | None = self._options.get("total_steps")
         return steps
 
+    def wants_search(self, total_steps: int | None) -> bool:
+        """Whether the learning rate is to be found: the user wants it, and the run is long enough for it to pay."""
+        return self.finds and (total_steps is None or total_steps >= SHORTEST)
+
+    def no_search(self, total_steps: int | None) -> str | None:
+        """What to tell the user, once, where the search that they want is left out; None if there is nothing to say."""
+        if not self.finds or self.wants_search(total_steps):
+            return None
+        return (
+            f"hdet keeps the learning rate as it is: {total_steps} optimizer steps are fewer than {SHORTEST}, too few "
+            "for a search to pay"
+        )
+
     def search(
         self,
         model: nn.Module,
@@ -75,6 +91,7 @@ class Hosted:
         make_work: Callable[[], Workload],
         total_steps: int | None,
         scheduler_steps: int | None = None,
+        progress: bool = True,
     ) -> dict[str, float]:
         """Find the learning rate and let it take effect; collective, before `start()`.
 
@@ -87,6 +104,7 @@ class Hosted:
             make_work: makes what is trained and scored; what it raises is raised on all replicas.
             total_steps: optimizer steps of the loop, if known.
             scheduler_steps: how often a scheduler steps in it; by default as often as the optimizer.
+            progress: show a line on the terminal.
 
         Returns:
             What loggers are told.
@@ -94,8 +112,12 @@ class Hosted:
         inner = [unwrap(optimizer) for optimizer in optimizers]
         averaging: Averaging = self._options.get("averaging") or Averaging()
         where = self._options.get("replicas")
+        self.found = None
         with Agreement("the search for the learning rate", where):
-            search = Search(model, inner, make_work(), total_steps, min(averaging.gain, 1.0), replicas=where)
+            work = make_work()
+            search = Search(
+                model, inner, work, total_steps, min(averaging.gain, 1.0), replicas=where, progress=progress
+            )  # fmt: skip
             claim(search.claims({}))
         try:
             self.found = search.run()
@@ -135,6 +157,8 @@ class Hosted:
             return {**trained_by(inner, "model", model), **entries}
 
         options = {**self._options, "total_steps": total_steps}
+        if total_steps is None:
+            options.setdefault("interval", _INTERVAL)
         options["on_round"] = [*options.get("on_round", ()), tell]
         averaging: Averaging | None = options.get("averaging")
         followers = () if averaging is None else averaging.followers
@@ -142,6 +166,7 @@ class Hosted:
         self.ensemble.found = self.found
         # Nobody can forget to call step() here, and one batch of a host may be many optimizer steps.
         self.ensemble.engine.run.values.fan_out.patience = math.inf
+        self.ensemble.engine.run.rounds.warns_alone = False  # a host runs in one process too, and then only searches
         self._beside = Beside(self.ensemble, {"ensemble": self.ensemble}, own)
         return self.ensemble
 

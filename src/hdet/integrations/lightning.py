@@ -1,59 +1,80 @@
-"""HDET in a Lightning Trainer: `Trainer(strategy="ddp", callbacks=[HDETCallback(interval=50)])`."""
+"""HDET in a Lightning Trainer: `Trainer(callbacks=[HDETCallback()])`."""
 
 from __future__ import annotations
 
 import math
 import os
 import shutil
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from hdet._find_lr.found_rate import FoundRate
 from hdet.ensemble import Ensemble
 from hdet.integrations.hosted import Given, Hosted
+from hdet.integrations.lightning_search import TrainingSteps, schedule, unseen
 from hdet.integrations.overrides import Overrides
 from hdet.records.record import RoundRecord
 
 
 class HDETCallback(Callback):  # type: ignore[misc]
-    """Makes an `hdet.Ensemble` of the Trainer's optimizers and steps it.
+    """Finds the learning rate before the first step, and trains at it; explores around it where there are replicas.
 
-    Works with DDP, on any device, and with automatic and manual optimization. Losses are those that `training_step`
-    returns, averaged over accumulated batches. Validation runs on the consensus. Every checkpoint holds the consensus;
-    beside it, in a folder with `.hdet` behind its name, lies what each replica needs to go on exactly. The numbers of
-    each round go to the Trainer's loggers.
+    The search runs the module's own `training_step` on the Trainer's batches, with its precision, accumulation and
+    clipping. Nothing of it is logged, and everything is put back; then `found.apply` gives the rate to the optimizer
+    and its schedulers. Loggers get one line, `hdet/search/...` at step 0. Runs of fewer than 100 optimizer steps, and
+    `fast_dev_run`, keep their rate, as a search would not pay. So does a resumed run: the checkpoint holds the rate
+    that was found. A second `fit()` goes on at the same rate. The search calls the module's hooks around batches,
+    backward passes and clipping, but not `on_train_start`, `optimizer_step` or the callbacks.
+
+    Then an `hdet.Ensemble` of the Trainer's optimizers explores. Works with DDP and on one device, and with automatic
+    and manual optimization. Losses are those that `training_step` returns, averaged over accumulated batches.
+    Validation runs on the consensus. Every checkpoint holds the consensus; beside it, in a folder with `.hdet` behind
+    its name, lies what each replica needs to go on exactly. The numbers of each round go to the Trainer's loggers.
 
     Args:
         hyperparameters: what to explore, or a function that is given the optimizer (the list of them, if there are
             several) and returns it; by default one joint learning rate.
+        find_lr: whether to find the learning rate; False if you know it, and with manual optimization.
         **options: as in `hdet.Ensemble`, apart from the model. `total_steps` is the Trainer's by default; manual
             optimization must say.
 
     Raises:
         TypeError: for an option that `hdet.Ensemble` does not have.
-        ValueError: when fitting starts, for a strategy under which replicas cannot hold different weights.
+        ValueError: when fitting starts, for a strategy under which replicas cannot hold different weights, and for a
+            module, loader or scheduler that does not allow a search; the message says what to write.
 
     Example::
+
+        trainer = Trainer(max_epochs=10, callbacks=[HDETCallback()])
 
         explored = lambda optimizer: [hdet.learning_rate(optimizer, spread=0.2)]
         callback = HDETCallback(explored, interval=50, controller=hdet.controllers.Softmax(temperature=0.1))
         trainer = Trainer(strategy="ddp", devices=2, callbacks=[callback, ModelCheckpoint(...)])
     """
 
-    def __init__(self, hyperparameters: Given = None, **options: Any) -> None:
-        self._hosted = Hosted(hyperparameters, options)
+    def __init__(self, hyperparameters: Given = None, *, find_lr: bool = True, **options: Any) -> None:
+        self._hosted = Hosted(hyperparameters, options, finds=find_lr)
         self._overrides = Overrides()
         self._losses: list[Tensor] = []
         self._counted = 0  # the Trainer's optimizer steps that the ensemble knows of
+        self._found_for: weakref.ref[LightningModule] | None = None  # the module of the last fit()
 
     @property
     def ensemble(self) -> Ensemble | None:
         """The ensemble, from the start of fitting on."""
         return self._hosted.ensemble
+
+    @property
+    def found(self) -> FoundRate | None:
+        """What the search has found, from the start of fitting on; None if there was none, or it found nothing."""
+        return self._hosted.found
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -65,6 +86,12 @@ class HDETCallback(Callback):  # type: ignore[misc]
             for logger in trainer.loggers:  # which write on the first replica only
                 logger.log_metrics(numbers, step=record.step)
 
+        if self._hosted.finds and not pl_module.automatic_optimization:
+            raise ValueError(
+                "find_lr needs automatic optimization: with manual optimization training_step takes the optimizer "
+                "steps itself, at rates of its own, so that no others can be tried; write HDETCallback(find_lr=False), "
+                "or call hdet.find_lr before trainer.fit"
+            )
         if self._hosted.local and not pl_module.automatic_optimization:
             raise ValueError(
                 'gradients="local" cannot be had here: with manual optimization Lightning shares the gradients itself; '
@@ -73,6 +100,7 @@ class HDETCallback(Callback):  # type: ignore[misc]
         total_steps = self._hosted.total_steps
         if total_steps is None:
             total_steps = _total_steps(trainer, pl_module)
+        self._find(trainer, total_steps)
         self._hosted.start(trainer.optimizers, trainer.strategy.model, total_steps, log)
         self._overrides.restore()
         self._overrides.replace(trainer, "save_checkpoint", lambda call: self._saving(trainer, call))
@@ -87,6 +115,37 @@ class HDETCallback(Callback):  # type: ignore[misc]
             self._hosted.load(_beside(path), trainer.global_step, taken)
         elif taken > 0 and self.ensemble is not None:  # a second fit() with the same Trainer
             self.ensemble.start_from(taken)
+
+    def _find(self, trainer: Trainer, total_steps: int | None) -> None:
+        """Find the learning rate and let it take effect, where there is reason to."""
+        hosted, module = self._hosted, trainer.lightning_module
+        again = self._found_for is not None and self._found_for() is module
+        if again and trainer.global_step > 0 and trainer.ckpt_path is None:
+            if hosted.found is not None:  # a second fit(), for which Lightning has made the optimizer anew
+                scheduler, steps = schedule(trainer, total_steps)
+                hosted.found.apply(trainer.optimizers, [scheduler], steps=steps)
+            return
+        hosted.found, self._found_for = None, weakref.ref(module)
+        if trainer.global_step > 0 or trainer.ckpt_path is not None:
+            return
+        said = hosted.no_search(total_steps)
+        if said is not None:
+            rank_zero_info(said)
+        elif hosted.finds and not trainer.fast_dev_run:
+            self._search(trainer, total_steps)
+
+    def _search(self, trainer: Trainer, total_steps: int | None) -> None:
+        scheduler, steps = schedule(trainer, total_steps)
+        shown = trainer.progress_bar_callback is not None
+        model, optimizers = trainer.strategy.model, trainer.optimizers
+        with unseen(trainer):
+            numbers = self._hosted.search(
+                model, optimizers, [scheduler], lambda: TrainingSteps(trainer), total_steps, steps, shown
+            )
+        if self.found is not None:
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, step=0)
+            rank_zero_info(f"hdet has found the {self.found}")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -1,4 +1,4 @@
-"""HDET in a transformers Trainer: `HDETCallback(interval=50).attach(trainer)` before `trainer.train()`."""
+"""HDET in a transformers Trainer: `HDETCallback().attach(trainer)` before `trainer.train()`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import ParallelMode
 
+from hdet._find_lr.found_rate import FoundRate
 from hdet._user_warning import warn
 from hdet.ensemble import Ensemble
 from hdet.integrations.hosted import Given, Hosted
 from hdet.integrations.overrides import Overrides
+from hdet.integrations.trainer_batches import TrainerBatches, count_tokens, is_shared
 from hdet.records.record import RoundRecord
 
-_IGNORED = -100  # the label of what is not predicted
 _BESIDE = "hdet"  # the folder within a checkpoint
 _ABOUT_TRAINING = ("loss", "train_runtime")  # a key of the Trainer's entries: of its steps, and at the end
 
 
 class HDETCallback(TrainerCallback):  # type: ignore[misc]
-    """Makes an `hdet.Ensemble` of the Trainer's optimizer and steps it.
+    """Finds the learning rate before the first step, and trains at it; with several replicas, as an `hdet.Ensemble`.
+
+    The search takes the Trainer's own steps, on batches of its loader, and puts everything back. The schedule keeps its
+    shape, and its peak becomes the rate that was found, which the Trainer's log then shows. A run that is resumed keeps
+    the schedule of its checkpoint; one of fewer than 100 steps keeps its own.
 
     The Trainer scales a replica's loss by its share of all tokens and shows it to no callback. `attach()` therefore
     looks at `training_step`, and gives the ensemble this replica's own mean loss per token of each optimizer step.
@@ -34,6 +39,7 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]
     Args:
         hyperparameters: what to explore, or a function that is given the optimizer and returns it; by default one joint
             learning rate.
+        find_lr: find the learning rate before the first step; False if you know it.
         **options: as in `hdet.Ensemble`, apart from the model. `total_steps` is the Trainer's by default.
 
     Raises:
@@ -42,22 +48,28 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]
     Example::
 
         trainer = Trainer(model=model, args=args, train_dataset=data)
-        HDETCallback(lambda optimizer: [hdet.learning_rate(optimizer, spread=0.2)], interval=50).attach(trainer)
+        HDETCallback().attach(trainer)
         trainer.train()
     """
 
-    def __init__(self, hyperparameters: Given = None, **options: Any) -> None:
-        self._hosted = Hosted(hyperparameters, options)
+    def __init__(self, hyperparameters: Given = None, *, find_lr: bool = True, **options: Any) -> None:
+        self._hosted = Hosted(hyperparameters, options, find_lr)
         self._trainer: Trainer | None = None
         self._overrides = Overrides()
         self._resumed: str | None = None
         self._loss = _StepLoss()
         self._untold: dict[str, float] = {}  # numbers of the last round, if no log entry has them yet
+        self._of_search: dict[str, float] = {}  # those of the search, likewise
 
     @property
     def ensemble(self) -> Ensemble | None:
         """The ensemble, from the start of training on."""
         return self._hosted.ensemble
+
+    @property
+    def found(self) -> FoundRate | None:
+        """What was found before the first step."""
+        return self._hosted.found
 
     def attach(self, trainer: Trainer) -> HDETCallback:
         """Add the callback to a Trainer.
@@ -82,10 +94,14 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]
                 "instead of callbacks=[HDETCallback(...)]"
             )
         total_steps = state.max_steps if self._hosted.total_steps is None else self._hosted.total_steps
+        self._overrides.restore()
+        self._hosted.close()
+        self._hosted.found, self._of_search = None, {}
+        if self._resumed is None and state.global_step == 0:
+            self._find(trainer, total_steps)
         self._hosted.start([trainer.optimizer], trainer.model_wrapped, total_steps, self._note)
         self._loss = _StepLoss()
         self._untold = {}
-        self._overrides.restore()
         self._overrides.replace(trainer, "log", self._logging)
         self._overrides.replace(trainer, "training_step", lambda call: self._loss.watch(trainer, call))
         for name in ("evaluate", "predict"):
@@ -104,6 +120,32 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._hosted.finish()
+
+    def _find(self, trainer: Trainer, total_steps: int) -> None:
+        """The search, where it pays; nothing that it does is logged by the Trainer."""
+        if not self._hosted.wants_search(total_steps):
+            self._say(trainer, self._hosted.no_search(total_steps))
+            return
+        quiet = Overrides()
+        quiet.replace(trainer, "log", lambda log: lambda *args, **kwargs: None)
+        try:
+            self._of_search = self._hosted.search(
+                trainer.model_wrapped,
+                [trainer.optimizer],
+                [trainer.lr_scheduler],
+                lambda: TrainerBatches(trainer),
+                total_steps,
+                trainer.state.max_steps,
+                progress=not trainer.args.disable_tqdm,
+            )
+        finally:
+            quiet.restore()
+        self._say(trainer, None if self.found is None else str(self.found))
+
+    def _say(self, trainer: Trainer, text: str | None) -> None:
+        """Where the Trainer prints its log."""
+        if text is not None and trainer.is_world_process_zero():
+            print(text)
 
     def _training(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """`trainer.train`, which knows where it resumes from, and which may raise."""
@@ -124,17 +166,18 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]
         self._untold = numbers
 
     def _logging(self, log: Callable[..., Any]) -> Callable[..., Any]:
-        """`trainer.log`, with the numbers of the last round in the entries about training.
+        """`trainer.log`, with the numbers of the search and of the last round in the entries about training.
 
         A callback that calls `trainer.log` itself would make the Trainer leave out its own entry of that step.
         """
 
         def told(logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            untold = self._untold if any(key in logs for key in _ABOUT_TRAINING) else {}
+            about = any(key in logs for key in _ABOUT_TRAINING)
+            untold = {**self._of_search, **self._untold} if about else {}
             entry = {**logs, **untold}
             result = log(entry, *args, **kwargs)
             if untold:
-                self._untold = {}
+                self._of_search, self._untold = {}, {}
             logs.clear()  # as the Trainer leaves it, without ours: train() may return it
             logs.update({key: value for key, value in entry.items() if key not in untold})
             return result
@@ -179,8 +222,8 @@ class _StepLoss:
         def training_step(
             model: Any, inputs: Mapping[str, Any], num_items_in_batch: Tensor | int | None = None
         ) -> Tensor:
-            shared = num_items_in_batch is not None and _is_shared(trainer)
-            tokens = _count(trainer, inputs) if shared else None  # before the Trainer takes the labels out
+            shared = num_items_in_batch is not None and is_shared(trainer)
+            tokens = count_tokens(trainer, inputs) if shared else None  # before the Trainer takes the labels out
             loss = step(model, inputs, num_items_in_batch)
             self._total = loss.detach() if self._total is None else self._total + loss.detach()
             if tokens is not None:
@@ -204,28 +247,10 @@ class _StepLoss:
         return self._last
 
 
-def _is_shared(trainer: Trainer) -> bool:
-    """Whether losses are divided by the tokens of all replicas."""
-    if getattr(trainer, "loss_is_scaled_for_ga", None) is False:  # a mean per micro-batch, of the user's own making
-        return False
-    scaled = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    return bool(scaled and trainer.args.average_tokens_across_devices and trainer.args.world_size > 1)
-
-
-def _count(trainer: Trainer, inputs: Mapping[str, Any]) -> Tensor:
-    """The tokens of a micro-batch that are predicted, counted as the Trainer counts them."""
-    if "shift_labels" in inputs:
-        labels = inputs["shift_labels"]
-    else:
-        labels = inputs["labels"][..., 1:] if getattr(trainer, "_loss_shifts_labels", False) else inputs["labels"]
-    counted: Tensor = labels.ne(_IGNORED).sum()
-    return counted
-
-
 def _warn_of_own_loss(trainer: Trainer) -> None:
     """Warn of a loss whose scaling is not known: replicas would be judged by how many tokens they have."""
     own = type(trainer).compute_loss is not Trainer.compute_loss
-    if own and getattr(trainer, "loss_is_scaled_for_ga", None) is None:
+    if own and trainer.args.world_size > 1 and getattr(trainer, "loss_is_scaled_for_ga", None) is None:
         warn(
             f"{type(trainer).__name__} computes its own loss: is it a mean over its own tokens? Then say so, or "
             "replicas with fewer tokens seem worse: trainer.loss_is_scaled_for_ga = False; set it to True if the loss "
