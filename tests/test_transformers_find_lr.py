@@ -72,6 +72,13 @@ def losses(trainer):
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
+class Stop(TrainerCallback):
+    """After the search and one micro-batch."""
+
+    def on_step_begin(self, args, state, control, **_):
+        control.should_training_stop = True
+
+
 class Noting(Trainer):
     """Writes into itself, as trl's trainers do, draws random numbers, and may fail in the middle of the search."""
 
@@ -131,14 +138,18 @@ def test_from_a_bad_rate_it_is_as_good_as_the_best_of_a_sweep(tmp_path):
     assert max(found.values()) < 1.3 * best, (found, plain)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_it_agrees_with_find_lr_by_hand(tmp_path, bf16):
+@pytest.mark.parametrize(("bf16", "scaled"), [(False, False), (True, False), (False, True)])
+def test_it_agrees_with_find_lr_by_hand(tmp_path, bf16, scaled):
+    """Accumulation and clipping, with bf16 or a grad scaler."""
     trainer = make_trainer(
         tmp_path, 1e-4, 1000, gradient_accumulation_steps=4, max_grad_norm=1.0, bf16=bf16, warmup_steps=0
     )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+    trainer.accelerator.scaler = scaler if scaled else None
     callback = HDETCallback().attach(trainer)
     trainer.add_callback(Stop())
     trainer.train()
+    assert not scaled or scaler.get_scale() == 2.0**10
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
@@ -152,11 +163,6 @@ def test_it_agrees_with_find_lr_by_hand(tmp_path, bf16):
         model, optimizer, loader, loss_fn, total_steps=1000, accumulate=4, clip_grad_norm=1.0, progress=False
     )
     assert 1 / 1.3 < callback.found.rate / by_hand.rate < 1.3
-
-
-class Stop(TrainerCallback):
-    def on_step_begin(self, args, state, control, **_):
-        control.should_training_stop = True
 
 
 # Everything else as before
