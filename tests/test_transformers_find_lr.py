@@ -288,6 +288,47 @@ def test_plateau_and_model_init(tmp_path):
     same(weights(trainer), first)
 
 
+def summed_loss(outputs, labels, num_items_in_batch):
+    logits, labels = outputs["logits"][:, :-1].reshape(-1, WORDS), labels[:, 1:].reshape(-1)
+    return nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+def test_a_loss_function_is_given_its_own_tokens(tmp_path):
+    found = []
+    for function in (None, summed_loss):
+        trainer = make_trainer(tmp_path, 1e-4, 200)
+        trainer.compute_loss_func = function
+        found.append(HDETCallback().attach(trainer))
+        trainer.add_callback(Stop())
+        trainer.train()
+    theirs, ours = (callback.found for callback in found)
+    assert ours.first_loss == pytest.approx(theirs.first_loss)
+    assert ours.rate == pytest.approx(theirs.rate, rel=0.01)
+
+
+class Line(nn.Module):
+    """A model that is not of transformers, whose batches have no labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x, y):
+        return {"loss": nn.functional.mse_loss(self.layer(x), y)}
+
+
+def test_batches_without_labels(tmp_path):
+    torch.manual_seed(0)
+    trainer = make_trainer(tmp_path, 1e-5, 200, model=Line())
+    inputs = torch.randn(400, 4)
+    trainer.train_dataset = [{"x": x, "y": 1 + x.sum().reshape(1)} for x in inputs]
+    callback = HDETCallback().attach(trainer)
+    trainer.train()
+    assert callback.found.rate > 1e-3
+    assert callback.found.samples % (4 * BATCH) == 0  # four batches each time
+    assert losses(trainer)[-1] < 0.1 * losses(trainer)[0]
+
+
 @pytest.mark.soak
 def test_peft_trains_the_adapters_only(tmp_path):
     peft = pytest.importorskip("peft")
