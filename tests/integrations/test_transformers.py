@@ -29,9 +29,15 @@ import hdet
 SAMPLES, LENGTH, ACCUMULATION = 3, 7, 2  # per micro-batch
 
 
-def make_sample(number):
-    """A sentence of which only the last few tokens are predicted: on the second replica fewer than on the first."""
-    tokens = torch.randint(0, 32, (LENGTH,), generator=torch.Generator().manual_seed(number))
+def make_sample(number, counts=False):
+    """A sentence of which only the last few tokens are predicted: on the second replica fewer than on the first.
+
+    Its tokens are random, or count on from a random one with gaps.
+    """
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, 32, (LENGTH,), generator=generator)
+    gaps = torch.rand(LENGTH, generator=generator) < 0.2
+    tokens = torch.where(gaps, tokens, (tokens[0] + torch.arange(LENGTH)) % 32) if counts else tokens
     given = number % 3 + 3 * (number // SAMPLES % 2)
     labels = torch.where(torch.arange(LENGTH) < given, -100, tokens)
     return {"input_ids": tokens, "labels": labels}
@@ -225,7 +231,7 @@ def logged(folder, arguments, interval):
 
 
 def follow(folder):
-    model, samples = make_language_model(), [make_sample(number) for number in range(80)]
+    model, samples = make_language_model(), [make_sample(number, True) for number in range(800)]
     names = follow_guide("transformers", folder, model=model, train_set=samples, held_out=samples[:8])
     assert names["trainer"].state.global_step == 100
     assert names["callback"].found is not None
@@ -243,16 +249,17 @@ def find(folder):
         def on_train_begin(self, args, state, control, model, optimizer, train_dataloader, **_):
             torch.rand(dist.get_rank() + 1) if self is before else None  # each has random numbers of its own
             loader, gradients = train_dataloader, train_dataloader.gradient_state
-            self.seen = [
-                weights(model), torch.get_rng_state(), [module.training for module in model.modules()],
-                [p.grad is None for p in model.parameters()], str(optimizer.state_dict()["state"]), loader.iteration,
-                gradients.sync_gradients, len(gradients.dataloader_references), str(vars(state)),
-            ]  # fmt: skip
+            self.seen = weights(model), torch.get_rng_state()
+            self.said = str([
+                [module.training for module in model.modules()], [p.grad is None for p in model.parameters()],
+                optimizer.state_dict()["state"], loader.iteration, gradients.sync_gradients,
+                len(gradients.dataloader_references), vars(state),
+            ])  # fmt: skip
 
         def on_step_begin(self, args, state, control, **_):
             control.should_training_stop = True
 
-    samples = [make_sample(number) for number in range(SAMPLES * 2 * ACCUMULATION * 80)]
+    samples = [make_sample(number, True) for number in range(SAMPLES * 2 * ACCUMULATION * 80)]
     args = TrainingArguments(
         folder, per_device_train_batch_size=SAMPLES, gradient_accumulation_steps=ACCUMULATION, max_steps=1000,
         learning_rate=1e-4, max_grad_norm=1.0, use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True,
@@ -264,6 +271,7 @@ def find(folder):
     trainer.add_callback(after)
     trainer.train()
     torch.testing.assert_close(after.seen, before.seen, rtol=0, atol=0)
+    assert after.said == before.said
     assert trainer.lr_scheduler.base_lrs == pytest.approx([callback.found.rate] * 2)
     ddp = DistributedDataParallel(make_language_model())
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4)

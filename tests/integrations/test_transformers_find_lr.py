@@ -72,6 +72,13 @@ def losses(trainer):
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
+class Stop(TrainerCallback):
+    """After the search and one micro-batch."""
+
+    def on_step_begin(self, args, state, control, **_):
+        control.should_training_stop = True
+
+
 class Noting(Trainer):
     """Writes into itself, as trl's trainers do, draws random numbers, and may fail in the middle of the search."""
 
@@ -131,14 +138,18 @@ def test_from_a_bad_rate_it_is_as_good_as_the_best_of_a_sweep(tmp_path):
     assert max(found.values()) < 1.3 * best, (found, plain)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_it_agrees_with_find_lr_by_hand(tmp_path, bf16):
+@pytest.mark.parametrize(("bf16", "scaled"), [(False, False), (True, False), (False, True)])
+def test_it_agrees_with_find_lr_by_hand(tmp_path, bf16, scaled):
+    """Accumulation and clipping, with bf16 or a grad scaler."""
     trainer = make_trainer(
         tmp_path, 1e-4, 1000, gradient_accumulation_steps=4, max_grad_norm=1.0, bf16=bf16, warmup_steps=0
     )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+    trainer.accelerator.scaler = scaler if scaled else None
     callback = HDETCallback().attach(trainer)
     trainer.add_callback(Stop())
     trainer.train()
+    assert not scaled or scaler.get_scale() == 2.0**10
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
@@ -152,11 +163,6 @@ def test_it_agrees_with_find_lr_by_hand(tmp_path, bf16):
         model, optimizer, loader, loss_fn, total_steps=1000, accumulate=4, clip_grad_norm=1.0, progress=False
     )
     assert 1 / 1.3 < callback.found.rate / by_hand.rate < 1.3
-
-
-class Stop(TrainerCallback):
-    def on_step_begin(self, args, state, control, **_):
-        control.should_training_stop = True
 
 
 # Everything else as before
@@ -280,6 +286,47 @@ def test_plateau_and_model_init(tmp_path):
     trainer.train()  # anew, with another model
     assert callback.found.rate == found.rate
     same(weights(trainer), first)
+
+
+def summed_loss(outputs, labels, num_items_in_batch):
+    logits, labels = outputs["logits"][:, :-1].reshape(-1, WORDS), labels[:, 1:].reshape(-1)
+    return nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+def test_a_loss_function_is_given_its_own_tokens(tmp_path):
+    found = []
+    for function in (None, summed_loss):
+        trainer = make_trainer(tmp_path, 1e-4, 200)
+        trainer.compute_loss_func = function
+        found.append(HDETCallback().attach(trainer))
+        trainer.add_callback(Stop())
+        trainer.train()
+    theirs, ours = (callback.found for callback in found)
+    assert ours.first_loss == pytest.approx(theirs.first_loss)
+    assert ours.rate == pytest.approx(theirs.rate, rel=0.01)
+
+
+class Line(nn.Module):
+    """A model that is not of transformers, whose batches have no labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x, y):
+        return {"loss": nn.functional.mse_loss(self.layer(x), y)}
+
+
+def test_batches_without_labels(tmp_path):
+    torch.manual_seed(0)
+    trainer = make_trainer(tmp_path, 1e-5, 200, model=Line())
+    inputs = torch.randn(400, 4)
+    trainer.train_dataset = [{"x": x, "y": 1 + x.sum().reshape(1)} for x in inputs]
+    callback = HDETCallback().attach(trainer)
+    trainer.train()
+    assert callback.found.rate > 1e-3
+    assert callback.found.samples % (4 * BATCH) == 0  # four batches each time
+    assert losses(trainer)[-1] < 0.1 * losses(trainer)[0]
 
 
 @pytest.mark.soak
