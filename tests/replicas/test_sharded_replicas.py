@@ -306,9 +306,24 @@ def finds():
     return found.rate
 
 
+def finds_from_a_loader():
+    """Every rank has batches of its own, and not as many as the others."""
+    mesh = make_mesh()
+    model = shard(network(), mesh)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    before = weights(model)
+    loader = [batch(index, dist.get_rank()) for index in range(20 + dist.get_rank())]
+    found = hdet.find_lr(
+        model, optimizer, loader, loss_of, total_steps=1000, accumulate=2, clip_grad_norm=1.0, replicas=mesh
+    )  # fmt: skip
+    assert weights(model) == before
+    return found.rate
+
+
 @pytest.mark.soak
-def test_the_rate_is_found_by_all_ranks_together():
-    rates = run(finds, 4)
+@pytest.mark.parametrize("how", [finds, finds_from_a_loader])
+def test_the_rate_is_found_by_all_ranks_together(how):
+    rates = run(how, 4)
     assert rates == [rates[0]] * 4
     assert 1e-3 < rates[0] < 1
 
