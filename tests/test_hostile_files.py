@@ -336,7 +336,19 @@ def rename(folder, names):
 def trained(tmp_path_factory):
     """The folder of a run that has ended, and that of the same one stopped before its end."""
     whole = tmp_path_factory.mktemp("hostile") / "whole"
-    words = ["train", "digits", "--size", "smoke", "--steps", str(STEPS), "--checkpoint-every", "2", "--in-process"]
+    words = [
+        "train",
+        "digits",
+        "--size",
+        "smoke",
+        "--controller",
+        "softmax",
+        "--steps",
+        str(STEPS),
+        "--checkpoint-every",
+        "2",
+        "--in-process",
+    ]
     assert main([*words, "--folder", str(whole)]) == 0
     stopped = whole.with_name("stopped")
     shutil.copytree(whole, stopped)

@@ -44,8 +44,8 @@ class RunOptions:
     peak_lr: float | None = option(None, "peak of OneCycleLR; default: the task's own", positive("1e-3"), group="task")
     controller: str = option(
         "softmax",
-        f"{', '.join(CONTROLLERS)}; none is plain OneCycleLR and DDP, fixed fans out and moves nothing, softmax is the "
-        "paper's",
+        f"{', '.join(CONTROLLERS)}; auto finds the rate first in runs of more than 500 steps, none is plain OneCycleLR "
+        "and DDP, fixed fans out and moves nothing, softmax is the paper's",
         one_of(CONTROLLERS),
     )
     temperature: float = option(0.1, "of the softmax controller", positive("0.1"), group="softmax")

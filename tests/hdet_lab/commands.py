@@ -3,7 +3,7 @@
 import os
 import subprocess
 
-SMOKE = ("--size", "smoke", "--steps", "12")
+SMOKE = ("--size", "smoke", "--steps", "12", "--controller", "softmax")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 

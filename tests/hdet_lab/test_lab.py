@@ -293,7 +293,7 @@ def test_after_a_search_a_charged_run_is_the_plain_run_of_the_steps_that_are_lef
 
 
 def test_flights_explores_each_parameter_group(tmp_path):
-    words = ["train", "flights", "--size", "smoke", "--steps", "4", "--in-process"]
+    words = ["train", "flights", *SMOKE, "--steps", "4", "--in-process"]
     assert cli.main([*words, "--folder", str(tmp_path / "run")]) == 0
     names = set(read_lines(tmp_path / "run" / "rounds.jsonl")[0]["hyperparameters"])
     assert names == {"learning_rate/embedding", "learning_rate/no_decay", "learning_rate/dense"}
@@ -384,7 +384,7 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "run"
     monkeypatch.setattr(run_log, "LINES_PER_RUN", 8)  # a line every third step: a checkpoint is between two
     options = ("--interval", "4", "--dropout", "0.2", "--checkpoint-every", "10", "--in-process")
-    assert cli.main(["train", "digits", "--size", "smoke", "--steps", "24", *options, "--folder", str(folder)]) == 0
+    assert cli.main(["train", "digits", *SMOKE, "--steps", "24", *options, "--folder", str(folder)]) == 0
     whole, rounds, result = losses(folder), read_lines(folder / "rounds.jsonl"), read(folder / "result.json")
     assert result["resumed_at"] == []
     stop_at(folder, 10)  # in mid-round

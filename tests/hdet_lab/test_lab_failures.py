@@ -52,7 +52,20 @@ def wait_for(condition, seconds):
     ],
 )
 def test_a_signal_ends_everything_and_leaves_a_usable_folder(tmp_path, number, code, how):
-    words = [*HDET, "train", "text", "--steps", "100000", "--interval", "1", "--folder", str(tmp_path / "run"), *how]
+    words = [
+        *HDET,
+        "train",
+        "text",
+        "--steps",
+        "100000",
+        "--interval",
+        "1",
+        "--controller",
+        "softmax",
+        "--folder",
+        str(tmp_path / "run"),
+        *how,
+    ]
     child = subprocess.Popen(
         words, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -121,7 +134,7 @@ def test_a_failing_replica_in_one_process(tmp_path, monkeypatch, capsys):
 
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(launch, "work", full_disk_work)
-    many = ("--size", "smoke", "--steps", "40", "--interval", "1")
+    many = (*SMOKE, "--steps", "40", "--interval", "1")
     assert cli.main(["train", "text", *many, "--folder", str(tmp_path / "run")]) == 1
     errors = capfd.readouterr().err
     assert re.fullmatch(r"hdet: error: cannot write .*rounds.jsonl: File too large\n", errors), errors
@@ -134,7 +147,7 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capfd):
         (["train", "poetry"], 2, "task must be one of digits, flights, text, got 'poetry'"),
         (["train", "text", "--replicas", "0"], 2, "replicas must be a whole number of at least 1"),
         (["train", "text", "--replicas", "5"], 2, "replicas must divide"),
-        (["train", "text", "--replicas", "1"], 2, "replicas must be 2 or more to fan out"),
+        (["train", "text", "--replicas", "1", "--controller", "fixed"], 2, "replicas must be 2 or more to fan out"),
         (["train", "text", "--spread", "1"], 2, "spread must be in [0, 1), or above 1"),
         (["train", "digits", "--replicas", "32"], 2, "replicas must be at most 16"),
         (["train", "digits", "--seed", str(2**63)], 2, "seed must be less than 2**63"),
@@ -154,7 +167,11 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capfd):
         (["train", "digits", "--no-average-state"], 2, "--average-state has no effect with shared gradients"),
         (["sweep", "digits", "--spread", "0.1"], 2, "--spread has no effect with --controller none"),
         (["train", "digits", "--controller", "slope", "--warmup-steps", "9"], 2, "--warmup-steps has no effect with"),
-        (["train", "digits", "--charge"], 2, "--charge has no effect with --controller softmax, which has no probe"),
+        (
+            ["train", "digits", "--controller", "softmax", "--charge"],
+            2,
+            "--charge has no effect with --controller softmax, which has no probe",
+        ),
         (
             ["train", "digits", "--spread", "0.2", "--explore", "weight_decay=0.3"],
             2,
@@ -212,7 +229,7 @@ def test_missing_data_are_one_line_before_anything_starts(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("how", [[], ["--in-process"]])
 def test_a_warning_is_its_text_once(tmp_path, how, capsys):
-    words = ["train", "digits", "--size", "smoke", "--steps", "4", "--warmup-steps", "100", "--folder"]
+    words = ["train", "digits", *SMOKE, "--steps", "4", "--warmup-steps", "100", "--folder"]
     if how:
         assert cli.main([*words, str(tmp_path / "run"), *how]) == 0
         errors = capsys.readouterr().err

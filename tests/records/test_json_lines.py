@@ -371,6 +371,9 @@ def test_a_long_run_records_its_search_and_the_losses_that_it_was_given(tmp_path
             assert hdet.records.metrics(record)["loss/own"] == record.loss
         assert f"loss {kept[3].loss:.3f}" in hdet.records.describe(kept[3])
         told = kept[0].search
+        flat = hdet.records.metrics(kept[0])
+        assert (flat["search/rate"], flat["search/sure"]) == (found.rate, float(found.sure))
+        assert "search/rate" not in hdet.records.metrics(kept[1])
         assert [record.search for record in kept[1:]] == [None] * 59
         assert told.rate == found.rate
         assert told.start == pytest.approx(1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import os
@@ -149,7 +150,8 @@ class Hosted:
             given = given(inner[0] if len(inner) == 1 else inner)
 
         def tell(record: RoundRecord) -> None:
-            log({f"hdet/{name}": value for name, value in metrics(record).items()}, record)
+            numbers = metrics(dataclasses.replace(record, search=None))  # `search()` has told of it
+            log({f"hdet/{name}": value for name, value in numbers.items()}, record)
 
         def own() -> dict[str, Any]:
             entries: dict[str, Any] = {f"optimizer.{number}": optimizer for number, optimizer in enumerate(inner)}

@@ -199,7 +199,15 @@ def metrics(record: RoundRecord) -> dict[str, float]:
     if record.round_seconds > 0:
         found["overhead"] = (record.converge_seconds + record.probe_seconds) / record.round_seconds
     found["events"] = len(record.events)
+    if record.search is not None:
+        found |= {f"search/{key}": value for key, value in _searched(record.search).items()}
     return {key: float(value) for key, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def _searched(search: SearchRecord) -> dict[str, float]:
+    """The numbers of a search: what was found, how many times the rate before, what it cost, and 1 for no doubts."""
+    told = {"rate": search.rate, "scale": search.rate / search.start, "cost": search.cost, "seconds": search.seconds}
+    return {**told, "sure": float(not search.doubts)}
 
 
 def _spread(name: str, losses: tuple[float, ...]) -> dict[str, float | None]:

@@ -33,6 +33,8 @@ from hdet_lab.many_runs import run_all
 from hdet_lab.summary import summary
 from hdet_lab.worker import Job
 
+_TRAIN = {"controller": "auto"}  # the defaults of `hdet train`: the rate is found first, in runs of more than 500 steps
+
 
 def add_commands(commands: Any) -> None:
     """Add them to a parser's subcommands."""
@@ -42,7 +44,7 @@ def add_commands(commands: Any) -> None:
     command.add_argument("--steps", type=int, default=demo.STEPS, help=text)
     command.add_argument("--replicas", type=int, default=demo.REPLICAS, help=f"default: {demo.REPLICAS}")
 
-    add_options(add_command(commands, "train", _train, "one run"))
+    add_options(add_command(commands, "train", _train, "one run"), defaults=_TRAIN)
 
     text = "go on with a run that was stopped, from its last checkpoint"
     command = add_command(commands, "resume", _resume, text, is_new=False)
@@ -59,7 +61,7 @@ def worker_job(argv: Sequence[str] | None, replicas: int) -> Job:
         LabError: for arguments or a folder that cannot work.
     """
     parser = Parser(prog="hdet_lab.train", description="One replica of `hdet train`, to be started by torchrun.")
-    add_options(parser, defaults={"replicas": replicas})
+    add_options(parser, defaults={**_TRAIN, "replicas": replicas})
     parser.add_argument("--folder", type=Path, help="run folder; default: runs/TASK-TIME")
     arguments = parser.parse_args(argv)
     options = options_from(arguments)
