@@ -181,7 +181,7 @@ def test_as_in_a_plain_loop_and_the_example(tmp_path):
     assert rate == same_rate
     assert nothing == ""
     found, held_out = said.splitlines()
-    assert found.startswith("learning rate 0.0")
+    assert found.startswith("found 0.0")
     assert float(held_out.removeprefix("held-out loss: ")) < 1  # guessing: 2.3
     others = run(with_another_number, 3, f"{tmp_path}/plain")
     for begun, average, rounds, ended in others:

@@ -174,7 +174,7 @@ def test_the_run_is_the_one_that_begins_at_the_found_rate(tmp_path, capsys):
     ours.loss_is_scaled_for_ga = True
     callback = HDETCallback().attach(ours)
     ours.train()
-    assert capsys.readouterr().out.count("learning rate") == 1  # what was found is said once
+    assert capsys.readouterr().out.count("hdet found ") == 1  # what was found is said once
     plain = make_trainer(tmp_path, callback.found.rate, 100, Noting, make_model(0.3))
     plain.loss_is_scaled_for_ga = True
     plain.train()

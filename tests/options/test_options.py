@@ -35,7 +35,7 @@ def test_the_number_of_arguments():
     ensemble, one_cycle = (list(inspect.signature(c).parameters) for c in (hdet.Ensemble, hdet.OneCycleAutoLR))
     assert len(ensemble) == 15
     assert len(one_cycle) <= 28
-    assert one_cycle[23:] == ["model", "decay", "max_scale", "ensemble"]
+    assert one_cycle[23:] == ["model", "loader", "loss_fn", "decay", "ensemble"]
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)

@@ -145,7 +145,7 @@ class HDETCallback(Callback):  # type: ignore[misc]
         if self.found is not None:
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step=0)
-            rank_zero_info(f"hdet has found the {self.found}")
+            rank_zero_info(f"hdet {self.found}")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -140,7 +140,7 @@ class HDETCallback(TrainerCallback):  # type: ignore[misc]
             )
         finally:
             quiet.restore()
-        self._say(trainer, None if self.found is None else str(self.found))
+        self._say(trainer, None if self.found is None else f"hdet {self.found}")
 
     def _say(self, trainer: Trainer, text: str | None) -> None:
         """Where the Trainer prints its log."""
