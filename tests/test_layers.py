@@ -152,10 +152,11 @@ def test_only_replicas_issues_collectives():
             assert "dist.broadcast" not in text, path.name
 
 
-TORCHS = {  # private attributes of named tuples and of the objects of torch and transformers
-    "_base", "_fields", "_forward_hooks", "_get_process_group_store", "_init_lrs", "_iterator", "_optimizer_state_dict_post_hooks",
-    "_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "_orig_mod", "_parameters", "_per_optimizer_states",
-    "_replace", "_scale", "_shutdown_workers", "_state_dict_pre_hooks", "_world",
+TORCHS = {  # private attributes of named tuples and of the objects of torch, transformers and Accelerate
+    "_base", "_fields", "_forward_hooks", "_get_process_group_store", "_init_lrs", "_iterator",
+    "_optimizer_state_dict_post_hooks", "_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "_orig_mod",
+    "_parameters", "_per_optimizer_states", "_replace", "_reset_state", "_scale", "_shutdown_workers",
+    "_state_dict_pre_hooks", "_world",
 }  # fmt: skip
 
 
