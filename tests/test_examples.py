@@ -18,6 +18,9 @@ from processes import run
 
 ROOT = pathlib.Path(__file__).parent.parent
 BIN = pathlib.Path(sys.executable).parent
+GLOO = re.compile(
+    r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number of connected peer ranks is : \d+\n"
+)
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -26,6 +29,7 @@ def call(*command, timeout=200):
         command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    done.stdout = GLOO.sub("", done.stdout)  # which torch 2.10 prints from C++
     return done
 
 
@@ -54,7 +58,7 @@ def start(name, replicas, *arguments):
 
 def test_one_replica_is_plain_training_and_says_so():
     ((_, errors),) = start("drop_in.py", 1)
-    assert "one replica only" in errors
+    assert "only one replica" in errors
 
 
 def test_find_lr():

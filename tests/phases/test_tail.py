@@ -380,7 +380,7 @@ class Normed(nn.Sequential):
     [
         ({"tail": 1.5}, r"tail must lie in \[0, 1\], a part of the run"),
         ({"tail": math.nan}, "tail must lie in"),
-        ({"total_steps": None}, "whose length must be known: write total_steps="),
+        ({"total_steps": None}, "so the run's length must be known: write total_steps="),
         ({"probe": None, "controller": hdet.controllers.Fixed()}, r"it needs a probe.*probe=hdet.Probe\(...\)"),
         ({"model": None, "probe": lambda index: 1.0}, r"it needs to know the model \(model=model\)"),
         ({"model": Normed()}, "the running statistics of its normalisation"),
