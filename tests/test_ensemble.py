@@ -547,7 +547,7 @@ def test_one_replica_is_plain_training_with_a_warning():
     ours.load_state_dict(plain.state_dict())
     optimizers = [optim.AdamW(m.parameters(), lr=0.01) for m in (plain, ours)]
     ensemble = hdet.Ensemble(optimizers[1], interval=2, model=ours, controller=hdet.controllers.Softmax())
-    with pytest.warns(UserWarning, match="one replica only"):
+    with pytest.warns(UserWarning, match="only one replica"):
         for step in range(5):
             x, y = batch(0, step)
             for m, o in zip((plain, ours), optimizers, strict=True):

@@ -18,6 +18,10 @@ from processes import run
 
 ROOT = pathlib.Path(__file__).parent.parent
 BIN = pathlib.Path(sys.executable).parent
+# torch 2.10 prints this from C++ in pieces, so the lines of several ranks interleave.
+GLOO = re.compile(
+    r"(\[Gloo\] Rank | ?is connected to | ?peer ranks\. |Expected number of connected peer ranks is : |\d| )*\n"
+)
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -26,6 +30,8 @@ def call(*command, timeout=200):
         command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    if "[Gloo] Rank" in done.stdout:
+        done.stdout = "".join(line for line in done.stdout.splitlines(keepends=True) if not GLOO.fullmatch(line))
     return done
 
 
@@ -54,7 +60,7 @@ def start(name, replicas, *arguments):
 
 def test_one_replica_is_plain_training_and_says_so():
     ((_, errors),) = start("drop_in.py", 1)
-    assert "one replica only" in errors
+    assert "only one replica" in errors
 
 
 def test_find_lr():

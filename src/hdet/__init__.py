@@ -1,6 +1,6 @@
 """HDET: data-parallel replicas that tune their hyperparameters while they train.
 
-What every run writes is here. The rest is in `hdet.controllers`, `hdet.records`, `hdet.checkpoint` and
+This module has the names that every run needs. The rest is in `hdet.controllers`, `hdet.records`, `hdet.checkpoint` and
 `hdet.integrations`. Read `hdet.ensemble` first: its `step()` is the protocol.
 """
 
@@ -70,7 +70,7 @@ __all__ = [
     "weight_decay",
 ]
 
-# What not every run needs is imported when it is asked for.
+# Names that not every run needs are imported on first use.
 _LATER = {"checkpoint": "hdet.checkpoint", "load": "hdet.checkpoint.load", "save": "hdet.checkpoint.save"}
 
 

@@ -1,4 +1,4 @@
-"""What an argument must be. Every message names the argument, the rule, the value got, and what to write instead."""
+"""Checks of arguments. Every message names the argument, the rule, the value, and what to write instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Rule(NamedTuple):
-    """What a number must fulfil: the test, the test in words ("be positive"), and a value that passes it."""
+    """A rule for a number: the test, the test in words ("be positive"), and a value that passes it."""
 
     holds: Callable[[float], bool]
     words: str
@@ -44,7 +44,7 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_names(call: str, given: Collection[str], known: Collection[str], instead: Mapping[str, str]) -> None:
-    """Raise if something is given by a name that `call` does not know, with what to write instead."""
+    """Raise if a name in `given` is unknown to `call`; the message says what to write instead."""
     for name in given:
         if name not in known and name in instead:
             raise TypeError(f"{call} has no argument {name!r}; write {instead[name]}")
@@ -53,11 +53,11 @@ def check_names(call: str, given: Collection[str], known: Collection[str], inste
 
 
 def answers(call: str, instead: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Make a function answer arguments that it does not have with what to write instead.
+    """Make a function answer unknown arguments with what to write instead.
 
     Args:
-        call: the function, as the user knows it.
-        instead: what to write, by name; names that it does have are left out.
+        call: the function's name, as the user knows it.
+        instead: what to write, by name; names that the function has are ignored.
     """
 
     def wrap(function: Callable[P, T]) -> Callable[P, T]:

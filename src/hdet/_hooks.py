@@ -20,7 +20,7 @@ Closure = Callable[[], Any]
 
 
 class WeakHook:
-    """Calls a method of its owner for as long as the owner lives. Copies and pickles of it do nothing."""
+    """Calls a method of its owner while the owner exists. Copies and pickles of it do nothing."""
 
     __slots__ = ("_function", "_owner")
 
@@ -32,7 +32,7 @@ class WeakHook:
 
     @property
     def owner(self) -> object | None:
-        """Whose method it calls, if that still lives."""
+        """The object whose method it calls; None if that is gone."""
         return None if self._owner is None else self._owner()
 
     def __call__(self, *args: Any) -> Any:
@@ -44,7 +44,7 @@ class WeakHook:
 
 
 class Hooks:
-    """The hooks of one owner; `remove()` takes every one of them off again, as does the owner's end."""
+    """The hooks of one owner; `remove()` removes all of them, as does the end of the owner."""
 
     def __init__(self, owner: object) -> None:
         self._handles: list[RemovableHandle] = []
@@ -56,7 +56,7 @@ class Hooks:
         self._handles.append(optimizer.register_step_post_hook(WeakHook(after)))
 
     def after_optimizer_state_dict(self, optimizer: Optimizer, call: Callable[..., Any]) -> None:
-        """Call `call` with what each `optimizer.state_dict()` is about to return."""
+        """Call `call` with the result of each `optimizer.state_dict()` before it is returned."""
         self._handles.append(optimizer.register_state_dict_post_hook(WeakHook(call)))
 
     def before_module_state_dict(self, module: nn.Module, call: Callable[..., Any]) -> None:

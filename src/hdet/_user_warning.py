@@ -1,4 +1,4 @@
-"""Warnings that point to the user's line, however deep in here they arise."""
+"""Warnings that point to the user's line, however deep in the library they arise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _INSIDE = (*(os.path.dirname(path) + os.sep for path in (__file__, torch.__file_
 
 
 def warn(text: str) -> None:
-    """Warn of something in the first line, going outwards, that is neither in here nor in torch."""
+    """Warn at the innermost line of the call stack that is neither in this library nor in torch."""
     frame, level = sys._getframe(1), 2
     while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame, level = frame.f_back, level + 1  # type: ignore[assignment]

@@ -1,7 +1,7 @@
 """N replicas in one process, for notebooks, tests and machines with fewer cores than replicas.
 
-Each replica is a thread, and one of them runs at a time: it goes on until it needs the others, then the next one has
-its turn. So runs are reproducible, and every replica has its own state of torch's generator, as in its own process.
+Each replica is a thread, and one runs at a time: it continues until it needs the others, then the next one takes its
+turn. So runs are reproducible, and every replica has its own torch generator state, as in its own process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Abandoned(BaseException):
 
 
 class _Table:
-    """Where the replicas of one process meet. Only the replica whose turn it is touches anything."""
+    """Where the replicas of one process meet. Only the replica whose turn it is may touch it."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -47,7 +47,7 @@ class _Table:
         self._read: dict[int, int] = {}
 
     def meet(self, rank: int, number: int, mine: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """Lay down `mine` for meeting `number`, wait for everybody, and get what `combine` makes of it all."""
+        """Contribute `mine` to meeting `number`, wait for all replicas, and return `combine` of all contributions."""
         laid = self._laid.setdefault(number, {})
         laid[rank] = mine
         self.pass_turn(rank)
@@ -97,16 +97,16 @@ class InProcess(Replicas):
         return self
 
     def arrive(self, place: str, call: str | None = None) -> None:
-        """Nobody waits in vain here: `meet` sees who has returned."""
+        """Nothing to do: `meet` notices replicas that have returned."""
 
     def part(self, readers: int | None = None) -> None:
-        """Nobody takes a store along."""
+        """Nothing to do: there is no store."""
 
     def explain(self, error: Exception, began: float, wrappers: Sequence[DistributedDataParallel] = ()) -> None:
-        """Nobody is lost without an exception."""
+        """Nothing to do: no replica is lost without an exception."""
 
     def settle(self, mine: str, decide: Callable[[list[str]], str]) -> str:
-        """What `decide` makes of everybody's `mine`."""
+        """Return `decide` of all replicas' `mine`."""
         decided: str = self._meet(mine, decide)
         return decided
 
@@ -129,7 +129,7 @@ class InProcess(Replicas):
         everyone.copy_(self._meet(mine, torch.cat))
 
     def mean_of_sparse(self, gradient: Tensor) -> Tensor:
-        """The mean of a sparse tensor over the replicas, with the places of all of them, as DDP makes it."""
+        """The mean of a sparse tensor over the replicas, with the indices of all of them, as in DDP."""
         mine = gradient.coalesce() / self.size
 
         def combine(everyone: list[Tensor]) -> Tensor:
@@ -153,7 +153,7 @@ class InProcess(Replicas):
 
 
 def in_process(function: Callable[..., T], size: int, *args: Any) -> list[T]:
-    """Call `function(*args)` once for each of `size` replicas in this process; what they returned, by replica.
+    """Call `function(*args)` once for each of `size` replicas in this process; return the results, by replica.
 
     Within it `Ensemble`, `OneCycleAutoLR`, `warm_init` and `data_parallel` know which replica they serve, as they do
     under torchrun: the same function runs in both. torch.distributed does not know these replicas, so in `function`
@@ -197,7 +197,7 @@ def in_process(function: Callable[..., T], size: int, *args: Any) -> list[T]:
 
 
 def _instead(error: BaseException) -> str:
-    """What to write, where a replica has called torch.distributed without a process group."""
+    """What to write instead if a replica called torch.distributed without a process group."""
     frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     if dist.is_initialized() or not frames or not frames[-1].startswith(_NEED_A_GROUP):
         return ""
@@ -209,7 +209,7 @@ def _instead(error: BaseException) -> str:
 
 
 class SharedGradients(nn.Module):
-    """What DistributedDataParallel is to processes: averages the gradients at the end of each backward pass."""
+    """The in-process counterpart of DistributedDataParallel: averages the gradients after each backward pass."""
 
     shares_gradients = True
 

@@ -1,1 +1,1 @@
-"""The lab: real training tasks to try hdet on before it meets your own. Needs `pip install 'hdet[lab]'`."""
+"""The lab: real training tasks to try hdet on before using it on your own. Needs `pip install 'hdet[lab]'`."""

@@ -1,7 +1,7 @@
-"""`hdet ablate`: the paper's ablation on a task of the lab. What does each part bring at a rate that is too high?
+"""`hdet ablate`: the paper's ablation on a task of the lab. How much does each part help at a rate that is too high?
 
-All rows begin with the same trained weights, those of a short plain run at the low rate, so that rows with a warm
-initialisation differ from the others by its noise alone.
+All rows start from the same trained weights, those of a short plain run at the low rate, so that rows with a warm
+initialisation differ from the others only in its noise.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hdet_lab.worker import Job
 NOISE = 0.01
 """The paper's, relative to the weights."""
 CONTROLLERS = ("softmax", "auto")
-_WARM_PART = 4  # the run that the weights come from is this part of a run long
-_WARM_SEED = 1000  # and has other batches
-_RATIO, _MOST_FACTORS = 3.0, 10  # where to look for a rate that is too high
-_GIVEN_BACK = 0.5  # of what the low rate gains over the marginals: then plain training has broken down
+_WARM_PART = 4  # the warm-up run has 1 / _WARM_PART of a run's steps
+_WARM_SEED = 1000  # added to the seed, for other batches
+_RATIO, _MOST_FACTORS = 3.0, 10  # the grid to search for a rate that is too high
+_GIVEN_BACK = 0.5  # plain training has broken down once it loses this part of the low rate's gain over the marginals
 # The paper's training losses: 3.294 at the low rate, then in % of that.
 _PAPER = {
     "baseline, low": 0.0, "baseline, high": 26.6, "warm init only": 41.9,
@@ -50,18 +50,18 @@ def ablate(
     gradients: Sequence[str] = GRADIENTS,
     one_process: Callable[[int], bool] = lambda size: False,
 ) -> dict[str, Any]:
-    """Train every row with every seed; what is in ablate.json. A second call goes on where one stopped.
+    """Train every row with every seed; return the content of ablate.json. A second call continues a stopped one.
 
     Args:
-        options: the plain run at the low rate: its own, or its task's.
-        folder: where to write; one subfolder per run.
+        options: the plain run at the low rate, its own or its task's.
+        folder: output folder; one subfolder per run.
         seeds: the same for every row.
-        high_lr: None to look for one: the first of 3, 9, 27... times the low one at which plain training, with the
-            first seed, gives back half of what it had gained over predicting the frequencies of the labels.
-        noise: that of the warm initialisation.
-        controllers: those that stand for auto-LR.
+        high_lr: the high rate; None to use the first of 3, 9, 27... times the low one at which plain training, with
+            the first seed, loses half of its gain over predicting the frequencies of the labels.
+        noise: noise of the warm initialisation.
+        controllers: the controllers to use as auto-LR.
         gradients: "shared", "local" or both.
-        one_process: whether that many replicas go into one process.
+        one_process: whether that many replicas run in one process.
 
     Raises:
         LabError: for options or a folder that cannot work.
@@ -100,7 +100,7 @@ def ablate(
 
 
 def show(result: dict[str, Any]) -> str:
-    """The table, what the paper has, and what became of each parameter group."""
+    """The table, the paper's figures, and the scales of each parameter group."""
     rows = result["rows"]
     low = mean([_finite(x) for x in rows[0]["losses"]])
     lines = []
@@ -124,7 +124,7 @@ def show(result: dict[str, Any]) -> str:
 
 
 def _shown_groups(result: dict[str, Any]) -> str:
-    """The factors on the schedule that the softmax controller has found, by parameter group, slowest decay last."""
+    """The factors on the schedule that the softmax controller found, by parameter group, slowest decay last."""
     text = ""
     for row in result["rows"]:
         if row["name"] == "full" and row["groups"]:
@@ -160,7 +160,7 @@ def _rows(controllers: Sequence[str], gradients: Sequence[str]) -> list[_Row]:
 
 
 def _options(row: _Row, begun: RunOptions, noise: float) -> RunOptions:
-    """The paper explores each parameter group on its own, and so do its rows here."""
+    """The options of a row. As in the paper, the paper's rows explore each parameter group on its own."""
     changes: dict[str, Any] = {"controller": row.controller, "warm_noise": noise if row.noise else 0.0}
     if row.controller != "none":
         changes["gradients"] = row.gradients
@@ -183,7 +183,7 @@ def _job(options: RunOptions, folder: Path, rate: float) -> Job:
 
 
 def breaking_rate(low_lr: float, measure: Callable[[float], tuple[float, float]]) -> float:
-    """The first rate at which plain training breaks down; `measure` has its loss, and that of the marginals."""
+    """The first rate at which plain training breaks down; `measure` returns its loss and that of the marginals."""
     low, marginal = measure(low_lr)
     for k in range(1, _MOST_FACTORS + 1):
         rate = float(f"{low_lr * _RATIO**k:.6g}")

@@ -1,4 +1,4 @@
-"""The command `hdet`: its parser, and what becomes of errors. What the commands do is in `commands/`."""
+"""The command `hdet`: its parser and its error messages. The commands are in `commands/`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hdet_lab.version import hdet_version
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit code: 0, 1 if it failed, 2 for bad arguments, 130 if it was stopped."""
+    """Run a command and return its exit code: 0, 1 if it failed, 2 for bad arguments, 130 if it was stopped."""
     arguments = argparse.Namespace()
     try:
         _parser().parse_args(argv, arguments)
@@ -40,11 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def said(error: Exception, options: Collection[str] = ()) -> str:
-    """The message. If it begins with the name of an option, that becomes the flag that the user writes.
+    """The error message, with the name of an option at its start replaced by the command-line flag.
 
     Args:
-        error: what was raised.
-        options: names of options beside those of a run.
+        error: the exception.
+        options: names of further options, besides those of a run.
 
     >>> said(OptionError("peak_lr must be positive, got 0.0"))
     '--peak-lr must be positive, got 0.0'

@@ -1,4 +1,4 @@
-"""`hdet plan`: what a run will cost in time, traffic and memory, before it is started. Measured by `link.py`."""
+"""`hdet plan`: predicts a run's cost in time, traffic and memory. `link.py` measures the constants."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hdet_lab.quantities import show_bytes, show_part, show_seconds
 from hdet_lab.tables import table
 
 BUCKET = 16 * 2**20
-"""Bytes that travel at once in a converge."""
+"""Size of a bucket in a converge, in bytes."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a converge is made of: a ring all-reduce in buckets, and the copies into and out of them.
+    """The cost model of a converge: a ring all-reduce in buckets, and the copies into and out of them.
 
-    Of B bytes between N replicas it takes::
+    For B bytes between N replicas it takes::
 
         seconds = crowd (fixed + 2 (N - 1) messages latency + 2 (N - 1) / N B / bandwidth + B / copying)
         messages = 1 + ceil(B / 16 MB)          the small vector, and the buckets
@@ -29,10 +29,10 @@ class Link:
     Attributes:
         bandwidth: of one rank, in bytes per second and direction.
         latency: of one hop, in seconds.
-        copying: into buckets and out of them, in bytes per second.
-        fixed: seconds of each converge, whatever its size.
-        cores: of each machine, where ranks compute on its processor and more of them than cores must take turns; 0
-            where each rank has a device of its own.
+        copying: speed of copies into and out of buckets, in bytes per second.
+        fixed: seconds per converge, whatever its size.
+        cores: cores per machine, if ranks compute on the CPU and take turns when there are more of them than cores; 0
+            if each rank has its own device.
     """
 
     bandwidth: float
@@ -42,7 +42,7 @@ class Link:
     cores: int = 0
 
     def seconds(self, replicas: int, nbytes: float) -> float:
-        """How long a converge takes."""
+        """Duration of a converge."""
         if replicas == 1:
             return 0.0
         parts = _parts(replicas, nbytes, self.cores)
@@ -51,7 +51,7 @@ class Link:
 
 
 def _parts(replicas: int, nbytes: float, cores: int) -> tuple[float, float, float, float]:
-    """What fixed, latency, 1 / bandwidth and 1 / copying are multiplied by."""
+    """The factors on fixed, latency, 1 / bandwidth and 1 / copying."""
     crowd = max(1.0, replicas / cores) if cores else 1.0
     hops = 2 * (replicas - 1)
     messages = 1 + math.ceil(nbytes / BUCKET)
@@ -59,7 +59,7 @@ def _parts(replicas: int, nbytes: float, cores: int) -> tuple[float, float, floa
 
 
 def fit(timings: Sequence[Timing], cores: int) -> Link:
-    """The link whose predictions are the nearest to what was timed, relative to it: least squares without negatives."""
+    """Fit a link to timings by non-negative least squares of the relative error."""
     rows = [[part / t.seconds for part in _parts(t.replicas, t.nbytes, cores)] for t in timings]
     matrix, ones = torch.tensor(rows, dtype=torch.float64), torch.ones(len(rows), 1, dtype=torch.float64)
     scale = matrix.norm(dim=0)
@@ -76,26 +76,26 @@ def fit(timings: Sequence[Timing], cores: int) -> Link:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run that is to be.
+    """A planned run.
 
     Attributes:
-        params: of the model.
-        replicas: how many.
-        step_time: seconds of one training step, as it is without hdet.
+        params: parameters of the model.
+        replicas: number of replicas.
+        step_time: seconds of one training step without hdet.
         interval: steps of a round.
-        link: what they talk through.
+        link: the link between replicas.
         shard: ranks that share one replica's model (FSDP); each averages its part.
         local: gradients are not shared.
-        average_state: average the optimizer state too; None where it can differ with AdamW: with local gradients.
+        average_state: average the optimizer state too; None for the default, which is yes with local gradients.
         state: tensors of optimizer state per parameter; 2 with Adam.
         width: bytes of a parameter in memory.
-        copies: of the trained parameters that the outer step holds: 0, 1, or 2 with momentum.
+        copies: copies of the trained parameters that the outer step holds: 0, 1, or 2 with momentum.
         rollback: keep a snapshot.
         probe: global batches of a probe.
         tail_average: hold the mean of the last part of the run.
 
     Raises:
-        OptionError: for what cannot be.
+        OptionError: for impossible values.
     """
 
     params: float
@@ -135,12 +135,12 @@ class RunPlan:
 
     @property
     def probe_seconds(self) -> float:
-        """Of scoring all replicas and their start: a forward pass is a third of a step, and each sees all samples."""
+        """Seconds to score all replicas and the start: a forward pass is a third of a step; each sees all samples."""
         return (self.replicas + 1) * self.probe / 3 * self.step_time
 
     @property
     def overhead(self) -> float:
-        """Time that a round costs, as a part of its training."""
+        """The overhead of a round relative to its training time."""
         return (self.converge_seconds + self.probe_seconds) / (self.interval * self.step_time)
 
     @property
@@ -155,16 +155,16 @@ class RunPlan:
 
     @property
     def sent_per_step(self) -> float:
-        """Bytes that a rank sends per step, gradients included where they are shared."""
+        """Bytes that a rank sends per step, including shared gradients."""
         return self.sent / self.interval + (0.0 if self.local else self.gradient_bytes)
 
     @property
     def memory(self) -> dict[str, float]:
-        """Bytes that a rank needs beside what training needs, by what for."""
+        """Bytes that a rank needs on top of training, by purpose."""
         mine = self.params / self.shard
         weights = mine * self.width
         copy = mine * (self.width if self.copies == 1 else max(self.width, 4))
-        own = 1 if self.average_state is False else self.replicas  # state of one's own cannot be shared out
+        own = 1 if self.average_state is False else self.replicas  # a replica's own state cannot be split
         kept = weights / self.replicas + mine * 4 * self.state / own
         return {
             "while it averages": min(2.0 * BUCKET, 2 * self.averaged),
@@ -175,7 +175,7 @@ class RunPlan:
         }
 
     def least_interval(self, overhead: float) -> int:
-        """The smallest interval that costs no more than this part of the training."""
+        """The smallest interval with at most this overhead."""
         exact = (self.converge_seconds + self.probe_seconds) / (overhead * self.step_time)
         return max(1, math.ceil(exact * (1 - 1e-12)))
 
@@ -216,12 +216,12 @@ def describe(link: Link) -> str:
 
 
 def errors(link: Link, timings: Sequence[Timing]) -> list[float]:
-    """By timing, how far the prediction is off: 0.1 is a tenth too long."""
+    """The relative error of the prediction for each timing: 0.1 is a tenth too long."""
     return [link.seconds(t.replicas, t.nbytes) / t.seconds - 1 for t in timings]
 
 
 def show_fit(timings: Sequence[Timing], cores: int) -> str:
-    """What was timed, what the fitted model says of it, and what it would have said of the most replicas unseen."""
+    """The timings, the fitted model's predictions, and those for the most replicas by a fit to the others."""
     link = fit(timings, cores)
     off = errors(link, timings)
     rows = [

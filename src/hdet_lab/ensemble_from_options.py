@@ -1,4 +1,4 @@
-"""From options to an ensemble: what is explored, by which controller, judged by which probe."""
+"""Makes an ensemble from options: its hyperparameters, controller and probe."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _PROBE_BATCHES = 4  # global batches in a probe
 
 
 def make_probe(options: RunOptions, task: Task) -> Probe:
-    """Four global batches, drawn anew for each round; held-out ones where a regulariser is explored.
+    """Four global batches, drawn again for each round; held-out ones if a regulariser is explored.
 
-    Those are of one half of the held-out data, and such a run reports its loss on the other half.
+    Held-out batches come from one half of the held-out data, and such a run reports its loss on the other half.
     """
     held_out = options.probes_held_out
 
@@ -49,10 +49,10 @@ def make_probe(options: RunOptions, task: Task) -> Probe:
 
 
 def charged_steps(options: RunOptions, task: Task, model: nn.Module, found: FoundRate | None) -> int:
-    """What is left of the task's steps when finder and probes have been paid: a forward pass is a third of a step.
+    """The task's steps less the cost of finder and probes; a forward pass costs a third of a step.
 
-    In a round every replica scores its own weights on the whole probe, and all together those it began with. How long
-    rounds are depends on the length of the run: the one that is left is paid, not the one that is asked for.
+    In each round every replica scores its own weights on the full probe, and all share scoring the round's initial
+    weights. The length of rounds depends on that of the run: the shortened run's counts, not the requested one's.
     """
     if not options.probes:
         return task.steps
@@ -64,15 +64,15 @@ def charged_steps(options: RunOptions, task: Task, model: nn.Module, found: Foun
                 f"finding the rate costs all of the {task.steps} steps; take a longer run, or leave --charge out"
             )
     steps = max(1, math.floor(left))
-    while True:  # shorter runs have shorter rounds, so this only ever falls
+    while True:  # shorter runs have shorter rounds, so the number of steps only falls
         plan: Plan = make_controller(options, steps, found is not None).plan(list(options.explored()), steps)
         wanted = plan.tail_average if any(options.explored().values()) else 0.0
         part = wanted if options.tail_average is None else options.tail_average
         end = Ensemble.probes_at_end(part, make_probe(options, task), model) * _PROBE_BATCHES / 3
         if left - end < 1:
             raise LabError(
-                f"what is compared when the run ends costs all of the {task.steps} steps; take a longer run, or leave "
-                "--charge or --tail-average out"
+                f"the comparison at the end of the run costs all of the {task.steps} steps; take a longer run, or "
+                "leave out --charge or --tail-average"
             )
         paid = max(1, math.floor((left - end) / (1 + _probing(options, plan, steps))))
         if paid >= steps:
@@ -81,7 +81,7 @@ def charged_steps(options: RunOptions, task: Task, model: nn.Module, found: Foun
 
 
 def _probing(options: RunOptions, plan: Plan, steps: int) -> float:
-    """What the probes of the rounds cost for each step of the run, in steps. Without exploring there are none."""
+    """The cost of the rounds' probes per step of the run, in steps; 0 if nothing is explored."""
     part = max((plan.until.get(name, steps) for name in options.explored()), default=0) / steps
     interval = plan.auto_interval(steps) if options.interval == "auto" else options.interval
     return part * (options.replicas + 1) * _PROBE_BATCHES / 3 / (interval or 1)
@@ -103,12 +103,12 @@ def make_ensemble(
     smoothing: Scalar,
     on_round: Sequence[Callable[[RoundRecord], object]],
 ) -> Ensemble | None:
-    """What makes the replicas fan out and converge; None for the plain schedule.
+    """The ensemble of a run; None for the plain schedule.
 
     Args:
         options: the run.
         task: its task.
-        steps: how long it is.
+        steps: its length.
         found: whether its rate was found before.
         model: the model.
         optimizer: its optimizer.
@@ -133,7 +133,7 @@ def make_ensemble(
 
 
 def make_outer_step(options: RunOptions) -> float | Nesterov | None:
-    """What is made of a round's way; None for what the controller wants."""
+    """The outer step; None for the controller's choice."""
     if options.outer_momentum is None:
         return options.outer_step
     default = Nesterov()
@@ -143,8 +143,7 @@ def make_outer_step(options: RunOptions) -> float | Nesterov | None:
 def make_controller(options: RunOptions, steps: int, found: bool = False) -> Any:
     """The controller of that name.
 
-    A rate that `Auto` has found it also keeps, be the run that is left after that as short as those in which it would
-    search along the way.
+    If `Auto` found a rate, it keeps it, even if the remaining run is short enough for a line search.
     """
     if options.controller == "softmax":
         warmup = steps // 3 if options.warmup_steps is None else options.warmup_steps
@@ -189,7 +188,7 @@ def _ladder(spread: float) -> dict[str, Any]:
 
 
 def device() -> torch.device:
-    """This process's GPU, where there are any."""
+    """This process's GPU if there is one, otherwise the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

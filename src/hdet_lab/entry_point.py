@@ -1,6 +1,6 @@
-"""The command `hdet` until torch is imported, which takes seconds: Ctrl-C during them is not an error.
+"""The command `hdet` until torch is imported, which takes seconds: Ctrl-C in that time is not an error.
 
-Neither this module nor the package's `__init__` imports torch or hdet. Read on in `cli.py`.
+Neither this module nor the package's `__init__` imports torch or hdet. Continue in `cli.py`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from types import FrameType
 
 from hdet_lab.version import hdet_version
 
-_SIGNALS = 128  # exit codes above it are those of signals
+_SIGNALS = 128  # higher exit codes stand for signals
 
 
 def main() -> int:
-    """The exit code of `hdet_lab.cli.main`.
+    """Return the exit code of `hdet_lab.cli.main`.
 
-    A command that was stopped ends at once: taking torch apart takes as long as a short run.
+    A stopped command exits at once: tearing torch down takes as long as a short run.
     """
     if sys.argv[1:] == ["--version"]:
         print(f"hdet {hdet_version()}")
@@ -33,7 +33,7 @@ def main() -> int:
         from hdet_lab.launch import end_server  # noqa: PLC0415
 
         end_server()
-        gc.collect()  # what the launcher has left lets go of its semaphores, or Python warns of them
+        gc.collect()  # free the launcher's semaphores, or Python warns about them
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -41,6 +41,6 @@ def main() -> int:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """End at once. An exception in the middle of an import may come out as any other error; nothing is open yet."""
+    """Exit at once. An exception during an import may surface as any other error, and nothing is open yet."""
     os.write(2, b"\nhdet: stopped\n")
     os._exit(130)

@@ -1,4 +1,4 @@
-"""What the lab tells its user in one line instead of a traceback."""
+"""Errors that the lab shows in one line instead of a traceback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKAGES = {Path(hdet.__file__).parent, Path(__file__).parent}
 
 
 class LabError(Exception):
-    """Something the user can mend; the message says how."""
+    """An error that the user can fix; the message says how."""
 
     exit_code = 1
 
@@ -57,15 +57,15 @@ class InterruptedRunError(LabError):
 
 
 ONE_LINE = {kind.__name__: kind for kind in (OptionError, FolderError, NoRateError, LabError)}
-"""Errors that a replica reports by their message alone, by name."""
+"""Errors that a replica reports without a traceback, by name."""
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Within it `path` is written; what keeps the disk from taking it becomes one line.
+    """Turn errors from writing `path` within this context into one line.
 
     Raises:
-        FolderError: for an OSError, or for a file there that cannot be what it must be.
+        FolderError: for an OSError, or if an existing file at `path` is invalid.
     """
     try:
         yield
@@ -75,7 +75,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def warnings_in_words(shown: bool = True) -> Iterator[None]:
-    """Within it a warning from hdet or the lab is one line, without the place in the source that raised it.
+    """Show warnings from hdet and the lab in one line, without the source location.
 
     Args:
         shown: False on replicas that would only repeat the first one.

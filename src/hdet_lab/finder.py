@@ -1,4 +1,4 @@
-"""`hdet find-lr`: the learning rate of a task, found before any training, as every replica lives it."""
+"""`hdet find-lr`: finds the learning rate of a task before training; runs on every replica."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHOWN_EVERY = 10  # steps
 
 
 def find_rate(options: RunOptions, folder: str | Path) -> dict[str, Any]:
-    """Find the rate, collectively; the first replica writes `folder`. What is in find_lr.json, on every replica.
+    """Find the rate. Collective; the first replica writes `folder`, and all return the content of find_lr.json.
 
     Raises:
         NoRateError: if the loss does not fall at any rate.
@@ -46,7 +46,7 @@ def find_rate(options: RunOptions, folder: str | Path) -> dict[str, Any]:
 
 
 def find(options: RunOptions, task: Task, model: nn.Module, optimizer: Optimizer, outer_step: float = 1.0) -> FoundRate:
-    """The rate for `model`. The ramps train on the run's batches, from the first one on.
+    """Find the rate for `model`. The ramps train on the run's batches, from the first one on.
 
     Raises:
         NoRateError: if the loss does not fall at any rate.
@@ -73,7 +73,7 @@ def find(options: RunOptions, task: Task, model: nn.Module, optimizer: Optimizer
 
 
 def show(result: dict[str, Any], folder: Path) -> str:
-    """What was found, as a table, what speaks against it, where the picture is, and what to do next."""
+    """The result as a table, the doubts, the path of the picture, and the next commands."""
     (low, high), (lower, _) = result["interval"], result["whole"]
     rows = [
         ["learning rate", f"{result['rate']:.3g}"],
@@ -92,7 +92,7 @@ def show(result: dict[str, Any], folder: Path) -> str:
 
 
 def result_of(options: RunOptions, task: Task, peak_lr: float, found: FoundRate) -> dict[str, Any]:
-    """What is in find_lr.json: what was found, from a start of `peak_lr`."""
+    """The content of find_lr.json for a search that started at `peak_lr`."""
     copied = {name: getattr(options, name) for name in ("task", "size", "seed", "replicas", "optimizer")}
     result: dict[str, Any] = strict(
         {**copied, "peak_lr": peak_lr, **strict(found), "total_steps": task.steps, "sure": found.sure}

@@ -1,4 +1,4 @@
-"""The run folder: what a run leaves behind, as strict JSON that is complete after every line."""
+"""The run folder: a run's files, in strict JSON that is complete after every line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hdet_lab.version import hdet_version
 
 _WEIGHTS = "weights.pt"
 LINES = ("losses.jsonl", "rounds.jsonl", "held_out.jsonl")
-"""Files of a run that grow with it, and of which a resumed run takes back what came after its checkpoint."""
+"""Files that grow during a run. A resumed run removes the lines after its checkpoint."""
 
 _AT_STEP = record({"step": Field(count)}, others=True)
 _LINE: dict[str, Check] = {
@@ -48,7 +48,7 @@ _RESULT_KINDS: dict[str, Check] = {
     "resumed_at": of(list[int]),
 }
 RESULT = record({name: Field(check, required=False) for name, check in _RESULT_KINDS.items()}, others=True)
-"""What result.json must be. That of a run which ended early has few of these, and no losses."""
+"""The check of result.json. If a run ended early, it has few of these keys and no losses."""
 
 OBJECT = record({}, others=True)
 _ABOUT = record({"options": Field(OBJECT)}, others=True)
@@ -59,7 +59,7 @@ class RunFolder:
     """The files of one run: options.json, losses.jsonl, rounds.jsonl, held_out.jsonl, weights.pt and result.json.
 
     Raises:
-        FolderError: from every method, if the disk does not take it.
+        FolderError: from every method, if writing fails.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -70,21 +70,21 @@ class RunFolder:
         self._rounds = JSONLines(self.path / "rounds.jsonl")
 
     def write(self, name: str, value: Any) -> None:
-        """One file, written whole or not at all."""
+        """Write one file atomically."""
         with writing(self.path / name):
             unfinished = self._unfinished(name)
             unfinished.write_text(json.dumps(strict(value), indent=1, allow_nan=False) + "\n")
             os.replace(unfinished, self.path / name)
 
     def write_weights(self, model: nn.Module) -> None:
-        """weights.pt, written whole or not at all: what the model has learned, buffers included."""
+        """Write weights.pt atomically: the model's parameters and buffers."""
         with writing(self.path / _WEIGHTS):
             unfinished = self._unfinished(_WEIGHTS)
             torch.save(model.state_dict(), unfinished)
             os.replace(unfinished, self.path / _WEIGHTS)
 
     def append(self, name: str, value: Any) -> None:
-        """One line of a file; it is on its way to the disk when this returns."""
+        """Append one line to a file and flush it."""
         with writing(self.path / name), open(self.path / name, "a") as file:
             file.write(json.dumps(strict(value), allow_nan=False) + "\n")
 
@@ -95,9 +95,9 @@ class RunFolder:
             self._rounds.write(record)
 
     def rewind(self, name: str, step: int) -> None:
-        """Leave out the lines that were written after `step`, of a file of lines that have one.
+        """Remove the lines written after `step` from a file whose lines have a step.
 
-        Lines without one are left out too; then the file as it was stays beside it, as `name`.damaged.
+        Lines without a step are removed too; in that case the original file is kept as `name`.damaged.
         """
         path = self.path / name
         if not path.exists():
@@ -116,13 +116,13 @@ class RunFolder:
             os.replace(unfinished, path)
 
     def _unfinished(self, name: str) -> Path:
-        """Where a file is written until it is whole. What a kill, or anyone else, has left there goes."""
+        """The temporary path of a file until it is complete. Removes anything left there, as by a kill."""
         path = self.path / f"{name}.part"
         path.unlink(missing_ok=True)
         return path
 
     def begin(self, options: RunOptions) -> None:
-        """Say what is about to be run, where and by which versions."""
+        """Write what is about to run, where, and with which versions."""
         about = {
             "options": options.to_json(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "hdet": hdet_version()},
@@ -137,7 +137,7 @@ def read(path: str | Path, check: Check = OBJECT) -> Any:
     """The object in a JSON file; None if there is no such file.
 
     Raises:
-        FolderError: if it cannot be read, or is not what `check` makes sure of.
+        FolderError: if it cannot be read or fails `check`.
     """
     try:
         return check(read_json(Path(path)))
@@ -162,10 +162,10 @@ def read_options(folder: Path) -> RunOptions | None:
 
 
 def read_if_good(path: Path, check: Check) -> Any:
-    """The content of a JSON file that a run can do without; None, with a warning, if it is damaged.
+    """The content of an optional JSON file; None, with a warning, if it is damaged.
 
     Raises:
-        FolderError: if it is no file, or cannot be opened: then it cannot be written anew either.
+        FolderError: if it is not a file or cannot be opened: then it could not be rewritten either.
     """
     require_files(path.parent, [path.name])
     try:
@@ -176,7 +176,7 @@ def read_if_good(path: Path, check: Check) -> Any:
 
 
 def full_result(value: Any) -> dict[str, Any]:
-    """A result of which a summary can be written: that of a run which went to its end, or says why it did not.
+    """Check that a result can be summarised: the run finished, or the result says why not.
 
     Raises:
         ValueError: for anything else.
@@ -191,15 +191,15 @@ def full_result(value: Any) -> dict[str, Any]:
 
 
 def why_early(result: dict[str, Any]) -> str:
-    """Why a run ended before its last step; empty if it did not."""
+    """Why a run ended early; empty if it finished."""
     return result.get("diverged") or result.get("no_rate") or ""
 
 
 def require_files(folder: Path, names: Sequence[str]) -> None:
-    """Refuse a folder in which one of these is there and is no file that can be opened.
+    """Refuse a folder in which one of these names exists but is not a readable file.
 
     Raises:
-        FolderError: with what it is.
+        FolderError: if so; the message says what is there.
     """
     for name in names:
         try:
@@ -211,10 +211,10 @@ def require_files(folder: Path, names: Sequence[str]) -> None:
 
 
 def load_weights(folder: str | Path, model: nn.Module) -> None:
-    """Give a model the weights of the run in `folder`.
+    """Load the weights of the run in `folder` into a model.
 
     Raises:
-        OptionError: if there are none, or they are another model's.
+        OptionError: if there are none, or they belong to another model.
     """
     path = Path(folder) / _WEIGHTS
     try:
@@ -222,20 +222,20 @@ def load_weights(folder: str | Path, model: nn.Module) -> None:
             model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
     except FileNotFoundError:
         raise OptionError(f"start must be the folder of a finished run; there is no {path}") from None
-    except Exception as error:  # whatever torch makes of a file that is none of its own
+    except Exception as error:  # torch may raise anything for a foreign file
         reason = why(error).partition("\n")[0] or type(error).__name__
         raise OptionError(f"start must be the folder of a run of the same task, not {folder}: {reason}") from error
 
 
 def reported(result: dict[str, Any]) -> dict[str, Any]:
-    """What result.json has of the held-out samples: of all, or of those that a held-out probe has not drawn from."""
+    """The held-out losses to report: on all samples, or on the half that a held-out probe has not drawn from."""
     found: dict[str, Any] = result["held_out_unseen" if result["held_out_probe"] else "held_out"]
     return found
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a JSON Lines file; none if there is no such file. A line cut short by a kill is left out, and so is,
-    with a warning, one that is damaged.
+    """The lines of a JSON Lines file; none if there is no such file. Skips an incomplete last line and, with a warning,
+    damaged lines.
 
     Raises:
         FolderError: if it cannot be read.
@@ -260,10 +260,10 @@ def default_folder(name: str) -> Path:
 
 
 def require_empty(path: Path) -> None:
-    """Refuse a folder that holds something already, or in which a run is alive.
+    """Refuse a folder that is not empty or in which a run is alive.
 
     Raises:
-        FolderError: with what to do about it.
+        FolderError: if so; the message says what to do.
     """
     with writing(path):
         if path.exists() and (not path.is_dir() or any(entry.name != LOCK for entry in path.iterdir())):

@@ -1,4 +1,4 @@
-"""Starts replicas with torch's own elastic launcher, or in this process, and ends them all together."""
+"""Starts replicas with torch's elastic launcher, or in this process, and ends them together."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _PRELOADED = ["hdet_lab.worker", "hdet_lab.finder", "torch._dynamo"]  # torch im
 
 
 def prepare(processes: bool = True) -> None:
-    """Begin to import torch for the replicas, beside whatever comes before the launch.
+    """Start importing torch for the replicas in the background, while the caller prepares the launch.
 
-    Processes that are forked from there hear Ctrl-C once they have called `worker.end_at_once()`.
+    Processes forked from that server receive Ctrl-C only after they call `worker.end_at_once()`.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core for each replica, as torchrun does
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -61,7 +61,7 @@ def launch(jobs: Sequence[Job], *, one_process: bool = False) -> None:
     Raises:
         ReplicaFailedError: if a replica raised; the others have been ended.
         InterruptedRunError: on Ctrl-C, SIGTERM or SIGHUP; all replicas have been ended.
-        LabError: for what the user can mend.
+        LabError: for errors that the user can fix.
     """
     if not jobs:
         return
@@ -76,9 +76,9 @@ def launch(jobs: Sequence[Job], *, one_process: bool = False) -> None:
 
 @contextlib.contextmanager
 def deaf() -> Iterator[None]:
-    """Processes that start within it do not hear Ctrl-C until they unblock it, in place of a traceback.
+    """Block Ctrl-C in processes started within this context until they unblock it, to avoid tracebacks.
 
-    This one hears afterwards what was sent meanwhile.
+    This process handles signals from that time afterwards.
     """
     with deferred_interrupts():  # another thread may hear what is blocked here
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -139,8 +139,8 @@ def _launch_processes(jobs: Sequence[Job], size: int) -> None:
 def _await_imports() -> None:
     """Wait for the process that replicas are forked from, which imports torch.
 
-    A replica that is asked for before can be interrupted while it waits to be forked, and would then begin in spite of
-    it and find nothing of what it was given.
+    A replica requested earlier could be interrupted while it waits to be forked; it would then start anyway and find
+    its arguments gone.
     """
     if _METHOD == "forkserver":
         first = multiprocessing.get_context("forkserver").Process(target=os.getpid)
@@ -149,7 +149,7 @@ def _await_imports() -> None:
 
 
 def _explained(error: Exception) -> LabError:
-    """The failure of the replica that failed first, in its own words."""
+    """The error of the replica that failed first."""
     replica, failure = error.get_first_failure()  # type: ignore[attr-defined]
     message = failure.message
     if not isinstance(message, dict):
@@ -161,14 +161,14 @@ def _explained(error: Exception) -> LabError:
 
 
 def _end_children(others: set[Any]) -> None:
-    """No replica outlives the launcher, even when it was interrupted while it started them."""
+    """End all replicas, even if the launcher was interrupted while starting them."""
     for child in set(multiprocessing.active_children()) - others:
         child.kill()
         child.join(_SECONDS_TO_END)
 
 
 class _Stopped(KeyboardInterrupt):
-    """A signal has asked for the end of the run."""
+    """A signal asked the run to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -177,9 +177,9 @@ class _Stopped(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _interruptible(jobs: Sequence[Job], threads: bool = False) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP within it become an `InterruptedRunError`; the launcher's own handlers go afterwards.
+    """Turn Ctrl-C, SIGTERM and SIGHUP within this context into an `InterruptedRunError`.
 
-    Under nohup SIGHUP stays ignored.
+    Removes the launcher's handlers afterwards. Under nohup SIGHUP stays ignored.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -200,13 +200,13 @@ def _interruptible(jobs: Sequence[Job], threads: bool = False) -> Iterator[None]
 
 
 def _handled() -> str:
-    """The signals that the launcher is to hear: not SIGHUP under nohup."""
+    """The signals that the launcher handles: not SIGHUP under nohup."""
     numbers = [signal.SIGTERM, signal.SIGINT, *_OTHERS]
     return ",".join(number.name for number in numbers if signal.getsignal(number) != signal.SIG_IGN)
 
 
 def end_server() -> None:
-    """End the process that replicas are forked from, which may still be importing torch: nobody needs it any more."""
+    """End the process that replicas are forked from, which may still be importing torch."""
     server = getattr(multiprocessing.forkserver, "_forkserver", None)
     process = getattr(server, "_forkserver_pid", None)
     if process is not None:
@@ -215,13 +215,13 @@ def end_server() -> None:
 
 
 def _stopped(jobs: Sequence[Job]) -> str:
-    """What there is of the run that was stopped, and how to go on with it."""
+    """The message after a stopped run: what was written, and how to resume."""
     begun = [Path(job.folder) for job in jobs if (Path(job.folder) / "options.json").exists()]
     if not begun:
         return "stopped; nothing was written"
     said = f"stopped; what was written so far is in {begun[-1]}"
     if any(begun[-1].glob("checkpoints/*-step-*")):
-        said += f"; go on with: hdet resume {shlex.quote(str(begun[-1]))}"
+        said += f"; resume with: hdet resume {shlex.quote(str(begun[-1]))}"
     return said
 
 

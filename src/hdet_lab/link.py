@@ -1,4 +1,4 @@
-"""How long a converge takes here: real ones, timed on 2, 4 and 8 processes, and the model of `cost.py` fitted to them.
+"""Measures converges on this machine with 2, 4 and 8 processes, for the model of `cost.py` to be fitted to.
 
 torchrun --nnodes 4 --nproc-per-node 8 ... -m hdet_lab.link      # the same on your own machines, on all their ranks
 """
@@ -23,18 +23,18 @@ from hdet_lab.ensemble_from_options import device
 from hdet_lab.worker import end_at_once
 
 PARAMETERS = (1 << 12, 1 << 20, 1 << 22, 1 << 24)
-"""How many are averaged: from what is all latency to four buckets."""
+"""Numbers of parameters to average: from pure latency to four buckets."""
 
 _TURNS = 15
 
 
 class Timing(NamedTuple):
-    """A converge that was timed.
+    """A timed converge.
 
     Attributes:
-        replicas: between how many.
-        nbytes: what each of them had to average.
-        seconds: of the quickest turn, on its slowest replica: what else runs on the machines can only add to it.
+        replicas: number of replicas.
+        nbytes: bytes that each of them averaged.
+        seconds: the fastest turn, as timed by its slowest replica: other load on the machines can only add to it.
     """
 
     replicas: int
@@ -43,7 +43,7 @@ class Timing(NamedTuple):
 
 
 def time_converges(parameters: Sequence[int] = PARAMETERS, turns: int = _TURNS) -> list[Timing]:
-    """Time converges of models of these sizes, on the replicas that the caller is one of. Collective."""
+    """Time converges of models of these sizes between the caller and the other replicas. Collective."""
     replicas = find_replicas()
     found = []
     for count in parameters:
@@ -68,7 +68,7 @@ def time_converges(parameters: Sequence[int] = PARAMETERS, turns: int = _TURNS) 
 
 
 def measure(sizes: Sequence[int], parameters: Sequence[int] = PARAMETERS, turns: int = _TURNS) -> list[Timing]:
-    """`time_converges()` on this machine, on new processes over gloo: so many of them each time."""
+    """Run `time_converges()` on this machine, on `sizes` new processes over gloo each."""
     found: list[Timing] = []
     for size in sizes:
         with tempfile.TemporaryDirectory(prefix="hdet-") as folder:

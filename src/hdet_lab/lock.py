@@ -1,8 +1,8 @@
-"""One process at a time in a run folder: a lock that is free again when its process ends, however it ends.
+"""A lock for one process at a time in a run folder, released whenever and however its process ends.
 
 The package filelock does not replace it: filelock leaves its file in the run folder, its older versions erase the
-holder's name when another process asks for the lock, and where there is no flock it falls back to a marker that a
-killed run leaves for other hosts to wait for.
+holder's name when another process asks for the lock, and without flock it falls back to a marker file, which a killed
+run leaves behind and other hosts then wait for.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ _held: set[Path] = set()  # by this process
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of `folder`, which is made where there is none, and removed again if it stays empty.
+    """Keep other processes out of `folder`; create it if missing, and remove it again if it stays empty.
 
-    Within it, it may be called again.
-
-    The lock is the kernel's (flock), so that of a killed process is free. Where there is no flock, as on Windows and on
-    some network drives, there is no protection.
+    Reentrant within a process. The lock is a kernel lock (flock), so a killed process releases it. Without flock, as on
+    Windows and on some network drives, there is no protection.
 
     Raises:
-        FolderError: if another process is in it, with its name.
+        FolderError: if another process holds the lock; the message names it.
     """
     place = folder.resolve()
-    is_something_else = folder.exists() and not folder.is_dir()  # refused by whoever is to write there
+    is_something_else = folder.exists() and not folder.is_dir()  # whoever writes there will refuse it
     if place in _held or is_something_else:
         yield
         return
@@ -55,7 +53,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _take(folder: Path) -> TextIO:
-    """The file that is locked as long as it is open; it says by whom."""
+    """Return the open lock file, which names its holder and is locked until closed."""
     while True:
         file = open(folder / LOCK, "a+", errors="replace")  # noqa: SIM115
         if not _flock(file):
@@ -66,7 +64,7 @@ def _take(folder: Path) -> TextIO:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / LOCK)):
                 break
-        file.close()  # the one who had it has just removed it
+        file.close()  # its holder has just removed it
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
@@ -74,7 +72,7 @@ def _take(folder: Path) -> TextIO:
 
 
 def _flock(file: TextIO) -> bool:
-    """Lock it; False if another process has."""
+    """Lock the file; False if another process has it."""
     try:
         fcntl: Any = importlib.import_module("fcntl")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Many runs: those that are in their folders already are read, the others are trained."""
+"""Many runs: reads finished ones from their folders and trains the others."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def run_all(jobs: Sequence[Job], one_process: Callable[[int], bool]) -> list[dic
 
 
 def run_all_to_the_end(jobs: Sequence[Job], one_process: Callable[[int], bool]) -> list[dict[str, Any]]:
-    """The same, where hdet ends a run that has diverged, or has no rate to begin with: its result has no loss and says
-    why, as `diverged` or `no_rate`, and the others go on.
+    """Like `run_all()`, but continue if hdet ends a run that has diverged or has no initial rate: its result has no
+    loss and says why, as `diverged` or `no_rate`.
 
     Raises:
         FolderError: if a folder holds a run with other options.
@@ -58,7 +58,7 @@ def run_all_to_the_end(jobs: Sequence[Job], one_process: Callable[[int], bool]) 
 
 
 def _result(job: Job) -> dict[str, Any] | None:
-    """The result of a run that was done before; what is left of one that was cut short is removed."""
+    """The result of a finished run; removes the remains of an interrupted one."""
     options = read_options(Path(job.folder))
     if options is None:
         return None
@@ -71,7 +71,7 @@ def _result(job: Job) -> dict[str, Any] | None:
 
 
 def open_experiment(folder: Path, name: str, about: dict[str, Any]) -> RunFolder:
-    """Begin, or go on with, several runs in one folder, of which `name` says what they are.
+    """Start or continue several runs in one folder; `name` names the kind of experiment.
 
     Raises:
         FolderError: if the folder holds something else.
@@ -91,7 +91,7 @@ def held_out_loss(result: dict[str, Any], unseen: bool) -> float:
     """The loss on all held-out samples, or on those that no held-out probe draws from; infinite if the run diverged.
 
     Raises:
-        FolderError: for a run that was done before there was such a loss.
+        FolderError: if the run comes from a version without that loss.
     """
     name = "held_out_unseen" if unseen else "held_out"
     if name not in result:
@@ -106,7 +106,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def over_seeds(count: int) -> str:
-    """What a loss is of, in words.
+    """The number of seeds behind a loss, in words.
 
     >>> over_seeds(3)
     'mean over 3 seeds'
@@ -115,7 +115,7 @@ def over_seeds(count: int) -> str:
 
 
 def what_is_held_out(result: dict[str, Any]) -> str:
-    """Which samples the losses of several runs are those of, in words."""
+    """The samples behind the losses of several runs, in words."""
     if RunOptions.from_json(result["options"]).probes_held_out:
         return "Held-out loss: of the half of the samples that no probe has seen."
     return "Held-out loss: of all samples."

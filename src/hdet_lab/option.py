@@ -15,11 +15,11 @@ REQUIRED: Any = dataclasses.MISSING
 
 
 class Rule(NamedTuple):
-    """What a value must be; None is always allowed.
+    """A condition on a value; None is always allowed.
 
     Attributes:
-        holds: whether a value is that.
-        words: the rule, as it follows "must be".
+        holds: whether a value meets it.
+        words: the condition in words that follow "must be".
         example: a value to write instead.
     """
 
@@ -41,13 +41,13 @@ class Rule(NamedTuple):
 
 
 class Option(NamedTuple):
-    """What is known of an option beside its name, type and default.
+    """The description of an option, besides its name, type and default.
 
     Attributes:
         help: one line for `--help`.
-        rules: what its value must be.
-        metavar: what stands for the value in the help.
-        group: "task" for what every command that trains can set; "fan-out" and "softmax" for what has no effect without
+        rules: conditions on its value.
+        metavar: placeholder for the value in the help.
+        group: "task" if every command that trains can set it; "fan-out" or "softmax" if it has no effect without
             fan-out, or with another controller.
     """
 
@@ -80,7 +80,7 @@ def one_of(choices: Collection[str]) -> Rule:
 
 
 def whole(least: int, *, or_word: str | None = None) -> Rule:
-    """A whole number from `least` on, or that word."""
+    """A whole number of at least `least`, or that word."""
 
     def holds(value: Any) -> bool:
         is_whole = isinstance(value, int) and not isinstance(value, bool)
@@ -100,5 +100,5 @@ def at_least_0(example: str) -> Rule:
 
 
 def spread(example: str) -> Rule:
-    """A spread: below 1 that of the linear ladder, above 1 that of the log ladder."""
+    """A spread: of the linear ladder if below 1, of the log ladder if above."""
     return Rule(lambda value: 0 <= value < 1 or 1 < value < math.inf, "in [0, 1), or above 1", example)

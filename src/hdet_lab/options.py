@@ -1,4 +1,4 @@
-"""Everything that defines one run, in one value that can be written to a file and read back."""
+"""All options of one run, in one object that can be saved and loaded."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ GRADIENTS = ("shared", "local")
 
 @dataclass(frozen=True)
 class RunOptions:
-    """One run. Two runs with equal options on one machine give the same result.
+    """One run. Runs with equal options on the same machine give the same result.
 
-    An option is defined by its field alone: `--help`, the flag, its type and the check are made of it.
+    One field defines an option completely: its flag, type, check and `--help` line are derived from it.
 
     Raises:
-        OptionError: for a value that cannot work.
+        OptionError: for an invalid value.
     """
 
     task: str = option(REQUIRED, ", ".join(sorted(TASKS)), one_of(sorted(TASKS)), group="task")
     size: Size = option("standard", ", ".join(SIZES), one_of(SIZES), group="task")
     seed: int = option(
-        0, "what weights, batches and slots are drawn from",
+        0, "seed for weights, batches and slots",
         whole(0), Rule(lambda seed: seed < 2**63, "less than 2**63"), group="task",
     )  # fmt: skip
     data: str | None = option(None, "a file to use in place of the task's own data", group="task")
-    steps: int | None = option(None, "optimizer steps, if not those of the size", whole(1), group="task")
-    replicas: int = option(2, "they share the task's global batch", whole(1), group="task")
+    steps: int | None = option(None, "optimizer steps; default: those of the size", whole(1), group="task")
+    replicas: int = option(2, "replicas, which share the global batch", whole(1), group="task")
     optimizer: OptimizerKind = option("adamw", "adamw, or sgd with momentum", one_of(OPTIMIZERS), group="task")
     peak_lr: float | None = option(None, "peak of OneCycleLR; default: the task's own", positive("1e-3"), group="task")
     controller: str = option(
@@ -57,8 +57,8 @@ class RunOptions:
         metavar="NAME=SPREAD,...", group="fan-out",
     )  # fmt: skip
     spread: float | None = option(
-        None, "of the learning rate: 0.1 tries 0.9 to 1.1 times, 2 about 1/2 to 2 times; default: 1/9, or 2 where the "
-        "controller has a probe",
+        None, "spread of the learning rate: 0.1 tries 0.9 to 1.1 times, 2 about 1/2 to 2 times; default: 1/9, or 2 if "
+        "the controller has a probe",
         is_spread("0.1"), group="fan-out",
     )  # fmt: skip
     gradients: Literal["shared", "local"] = option(
@@ -66,25 +66,27 @@ class RunOptions:
         group="fan-out",
     )  # fmt: skip
     outer_step: float | None = option(
-        None, "fraction of a round's weight change to apply at converge; default: what the controller wants",
+        None, "fraction of a round's weight change to apply at converge; default: the controller's choice",
         Rule(lambda part: 0 < part <= 1, "in (0, 1]", "0.5"), group="fan-out",
     )  # fmt: skip
     outer_momentum: float | None = option(
-        None, "of the outer step, for long rounds of local gradients (0.9 in DiLoCo); --outer-step is then 0.7",
+        None, "outer momentum, for long rounds of local gradients (0.9 in DiLoCo); --outer-step is then 0.7",
         Rule(lambda part: 0 <= part < 1, "in [0, 1)", "0.9"), group="fan-out",
     )  # fmt: skip
     tail_average: float | None = option(
-        None, "part of the run, at its end, whose round ends are averaged; default: what the controller wants",
+        None, "part of the run, at its end, whose round ends are averaged; default: the controller's choice",
         Rule(lambda part: 0 <= part <= 1, "in [0, 1]", "0.5"), metavar="PART", group="fan-out",
     )  # fmt: skip
     average_state: bool = option(True, "average the optimizer state of local gradients", group="fan-out")
-    weight_decay: float | None = option(None, "of the dense parameters; default: the task's own", at_least_0("0.1"))
+    weight_decay: float | None = option(
+        None, "weight decay of the dense parameters; default: the task's", at_least_0("0.1")
+    )
     dropout: float = option(0.0, "of the model")
     label_smoothing: float = option(0.0, "of the training loss")
-    # Such a run is the run of the steps that are left: the finder's batches are given back, and flights are passed from
+    # Such a run is the run of the remaining steps: the finder's batches are used again, and flights are passed from
     # first to last.
     charge: bool = option(
-        False, "shorten the run by what probe and finder cost, so that it costs what a plain run does",
+        False, "shorten the run by the cost of probe and finder, so that it costs as much as a plain run",
         group="fan-out",
     )  # fmt: skip
     interval: int | Literal["auto"] = option(
@@ -95,14 +97,14 @@ class RunOptions:
         None, "explore each parameter group on its own; default: flights without a probe", group="fan-out"
     )
     checkpoint_every: int | None = option(
-        None, "save the run; `hdet resume RUN` goes on with it", whole(1), metavar="STEPS"
+        None, "save the run this often; continue it with `hdet resume RUN`", whole(1), metavar="STEPS"
     )
-    start: str | None = option(None, "begin with the weights of this run's folder", metavar="RUN")
+    start: str | None = option(None, "start from the weights in this run's folder", metavar="RUN")
     warm_noise: float = option(
         0.0, "each replica's own noise on the weights, relative to their size", at_least_0("0.01")
     )
     evaluate_every: int | None = option(
-        None, "the held-out loss while it trains, in held_out.jsonl", whole(1), metavar="STEPS"
+        None, "write the held-out loss this often, to held_out.jsonl", whole(1), metavar="STEPS"
     )
 
     def __post_init__(self) -> None:
@@ -126,7 +128,7 @@ class RunOptions:
 
     @property
     def probes_held_out(self) -> bool:
-        """Whether that probe is of held-out data, so that the loss on the half it draws from is no test any more."""
+        """Whether the probe uses held-out data, so that the loss on the half it draws from is no longer a test."""
         return self.probes and not REGULARISERS.isdisjoint(self.explored())
 
     def explored(self) -> dict[str, float]:
@@ -152,7 +154,7 @@ class RunOptions:
         return found
 
     def _check_effect(self) -> None:
-        """Refuse what would be ignored."""
+        """Refuse options that would be ignored."""
         others = ", ".join(name for name in CONTROLLERS if name != "none")
         for name in _in_group("fan-out"):
             if not self.fans_out and self._given(name):
@@ -181,7 +183,7 @@ class RunOptions:
                 f"spread has no effect beside --explore; leave it out and write --explore learning_rate={self.spread:g}"
             )
         if self.per_group is not None and "learning_rate" not in self.explored():
-            raise OptionError("per_group has no effect where the learning rate is not explored; leave it out")
+            raise OptionError("per_group has no effect if the learning rate is not explored; leave it out")
 
     def _given(self, name: str) -> bool:
         return bool(getattr(self, name) != type(self).__dataclass_fields__[name].default)
@@ -212,26 +214,26 @@ class RunOptions:
         return task
 
     def peak_lr_of(self, task: Task) -> float:
-        """The peak that the run begins with: its own, or its task's."""
+        """The peak that the run starts with: its own, or its task's."""
         return task.peak_lr if self.peak_lr is None else self.peak_lr
 
     def plain(self) -> RunOptions:
-        """The same under the plain schedule, without what then has no effect."""
+        """The same run with the plain schedule, without options that then have no effect."""
         names = (*_in_group("fan-out"), *_in_group("softmax"))
         defaults = {name: type(self).__dataclass_fields__[name].default for name in names}
         return self.replace(controller="none", **defaults)
 
     def replace(self, **changes: Any) -> RunOptions:
-        """The same with some changes."""
+        """A copy with some changes."""
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """As numbers, strings and None, by name."""
+        """The options as numbers, strings and None, by name."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunOptions:
-        """Back from `to_json()`.
+        """The inverse of `to_json()`.
 
         >>> options = RunOptions("digits", interval=5)
         >>> RunOptions.from_json(options.to_json()) == options

@@ -13,9 +13,9 @@ from hdet._report.run import Run
 from hdet_lab.errors import LabError, writing
 from hdet_lab.folder import full_result, read, read_lines, reported, why_early
 
-# Runs that lie on each other are all to be seen.
+# Line styles that keep overlapping runs visible.
 _STYLES: list[dict[str, Any]] = [{"linewidth": 3.5, "alpha": 0.5}, {"linewidth": 1.5}, {"linewidth": 1.5, "ls": "--"}]
-_SMOOTH = 20  # the running mean of the losses is this part of a run wide
+_SMOOTH = 20  # the running mean of the losses covers 1 / _SMOOTH of a run
 
 
 def fan(folder: Path, picture: Path) -> Path | None:
@@ -72,7 +72,7 @@ def _mean_of(seeds: int) -> str:
 
 
 def _running_mean(values: list[float], width: int) -> list[float]:
-    """The mean of each value and those before it, `width` in all where there are as many."""
+    """The mean of each value and those before it, up to `width` in all."""
     parts = [values[max(0, i + 1 - width) : i + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]
 

@@ -1,4 +1,4 @@
-"""Quantities with units, as the user writes them and as they are shown: 400Gb/s, 350ms, 7B parameters, 1%."""
+"""Reads and formats quantities with units: 400Gb/s, 350ms, 7B parameters, 1%."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/%]*)\s*")
 
 
 def count(name: str, text: str) -> float:
-    """How many.
+    """A number of things.
 
     >>> count("params", "7e9"), count("params", "350M"), count("params", "1.5B")
     (7000000000.0, 350000000.0, 1500000000.0)
@@ -38,7 +38,7 @@ def seconds(name: str, text: str) -> float:
 
 
 def rate(name: str, text: str) -> float:
-    """A bandwidth in bytes per second. The unit is needed: a bit is an eighth of a byte.
+    """A bandwidth in bytes per second. The unit is required: a bit is an eighth of a byte.
 
     >>> rate("bandwidth", "400Gb/s"), rate("bandwidth", "50GB/s"), rate("bandwidth", "1GiB/s")
     (50000000000.0, 50000000000.0, 1073741824.0)

@@ -1,4 +1,4 @@
-"""How a run is optimized: the optimizer, its schedule, and what an evaluation needs of them."""
+"""A recipe: the optimizer, its schedule, and how they prepare the model for evaluation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hdet_lab.tasks import Task
 class Recipe:
     """AdamW, or SGD with momentum, under OneCycleLR.
 
-    A subclass trains the lab's tasks with another optimizer or schedule, and everything else stays: the weights it
-    starts from, the order of the batches, the replicas and the evaluation.
+    A subclass trains the lab's tasks with another optimizer or schedule. Everything else stays the same: the initial
+    weights, the order of the batches, the replicas and the evaluation.
     """
 
     def optimizer(self, options: RunOptions, task: Task, model: nn.Module, peak_lr: float) -> Optimizer:
@@ -25,11 +25,11 @@ class Recipe:
         return task.optimizer(model, peak_lr, options.optimizer, **decay)
 
     def schedule(self, optimizer: Optimizer, peak_lr: float, steps: int) -> LRScheduler:
-        """What sets the learning rate of each step."""
+        """The scheduler of the learning rate."""
         return OneCycleLR(optimizer, max_lr=peak_lr, total_steps=steps)
 
     def evaluating(self, task: Task, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Within it the model is as it is to be evaluated; collective, like a step."""
+        """A context in which the model is ready for evaluation; collective, like a step."""
         return nullcontext()
 
 

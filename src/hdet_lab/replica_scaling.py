@@ -1,4 +1,4 @@
-"""`hdet returns`: what more replicas bring. The same run, at the same global batch, with 2, 4, 8 and 16 of them."""
+"""`hdet returns`: the benefit of more replicas. The same run, at the same global batch, with 2, 4, 8 and 16."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def scale_replicas(
     seeds: Sequence[int] = (0,),
     one_process: Callable[[int], bool] = lambda size: False,
 ) -> dict[str, Any]:
-    """Train with each number of replicas, plain and with the controller; what is in returns.json.
+    """Train with each number of replicas, plain and with the controller; return the content of returns.json.
 
-    A second call goes on where one stopped. The losses are those of all held-out samples, or where the controller has
-    a held-out probe, in all rows of the half that it does not draw from.
+    A second call continues a stopped one. Losses are on all held-out samples or, if the controller has a held-out
+    probe, in all rows on the half that the probe does not draw from.
 
     Raises:
         LabError: for options or a folder that cannot work.

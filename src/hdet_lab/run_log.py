@@ -1,4 +1,4 @@
-"""What a run reports as it trains: seconds, losses, scales. Saved with it, so that a resumed run reports all of it."""
+"""A run's own measurements: seconds, losses, scales. They are saved, so that a resumed run reports all of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LINES_PER_RUN = 200
 
 
 class Clock:
-    """The seconds of a run: those up to its checkpoint, and those since. What was lost and done again counts once."""
+    """The seconds of a run: up to its checkpoint and since then. Work that was lost and repeated counts once."""
 
     def __init__(self, before: float) -> None:
         self._before, self._since = before, time.perf_counter()
@@ -34,7 +34,7 @@ class Clock:
         return self._before + time.perf_counter() - self._since
 
     def leave_out(self, seconds: float) -> None:
-        """What was just spent is not the run's."""
+        """Do not count these seconds."""
         self._before -= seconds
 
     def state_dict(self) -> dict[str, Any]:
@@ -53,12 +53,12 @@ class Scales:
         self._optimizer, self._peak_lr = optimizer, peak_lr
 
     def __call__(self, record: RoundRecord) -> None:
-        """Take those of a round, unless the learning rate has fallen below half of its peak."""
+        """Take a round's scales, unless the learning rate has fallen below half of its peak."""
         if self._optimizer.param_groups[0]["lr"] >= self._peak_lr / 2:
             self._take({name: row.scale for name, row in record.hyperparameters.items()}, record.step)
 
     def end(self, ensemble: Ensemble, step: int) -> None:
-        """After the last step of a run that had no round in that time."""
+        """Called after the last step, for a run that had no round in that time."""
         if not self.found:
             self._take(dict(ensemble.scales), step)
 
@@ -76,7 +76,7 @@ class Meter:
     """The mean loss of all replicas since the last line, a few hundred times in a run.
 
     Attributes:
-        last: that of the last line.
+        last: the mean loss in the last line.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Meter:
         self._line = StatusLine(title, steps, files is not None)
 
     def start_from(self, step: int, losses: list[float]) -> None:
-        """Go on with a run that has taken `step` steps and seen these losses since its last line."""
+        """Continue a run that has taken `step` steps and seen these losses since its last line."""
         self._losses = [torch.tensor(loss, dtype=torch.float64) for loss in losses]
         self._rate = self._center()
         self._line.start_from(step)
@@ -141,14 +141,14 @@ class Meter:
             self._line.show(step, self.last, f"{self._rate:.1e}{did}")
 
     def _center(self) -> float:
-        """The first parameter group's learning rate: the schedule, and what a controller has made of it."""
+        """The first parameter group's learning rate: the schedule times the controller's scale."""
         scales = {} if self._ensemble is None else self._ensemble.scales
         scale = next((scale for name, scale in scales.items() if name.startswith("learning_rate")), 1.0)
         return float(self._schedule.get_last_lr()[0]) * scale
 
 
 class HeldOutCurve:
-    """The held-out loss of the average of the replicas, every few steps. The time that it takes is not the run's."""
+    """The held-out loss of the replicas' average, every few steps. Its time does not count as the run's."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What is decided before the first step of a run: its peak rate and its length. A resumed run keeps both."""
+"""Decides a run's peak rate and length before its first step. A resumed run keeps both."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _FILE = "start.json"
 
 @dataclass(frozen=True)
 class RunStart:
-    """How a run begins.
+    """The start of a run.
 
     Attributes:
         peak_lr: the peak of its schedule, found or given.
-        steps: its length, less what was charged.
-        finder_steps: steps in which the rate was looked for; 0 if it was not.
-        finder_cost: the same in training steps, with the scoring.
-        seconds: how long that took.
+        steps: its length, less the steps charged for finder and probes.
+        finder_steps: steps of the search for the rate; 0 without a search.
+        finder_cost: cost of the search in training steps, including the scoring.
+        seconds: duration of the search.
     """
 
     peak_lr: float
@@ -47,18 +47,18 @@ _START = record(fields(RunStart))
 def resolve_start(
     options: RunOptions, task: Task, model: nn.Module, optimizer: Optimizer, peak_lr: float, files: RunFolder | None
 ) -> RunStart:
-    """The beginning of the run, collectively; of one that goes on, the one that it had.
+    """Determine the start of the run; a resumed run keeps its own. Collective.
 
     Args:
         options: the run.
         task: its task.
-        model: whose rate may have to be found.
-        optimizer: the model's.
-        peak_lr: the rate to begin with, or to look from.
-        files: where the first replica writes; None on the others.
+        model: the model to find a rate for, if requested.
+        optimizer: the model's optimizer.
+        peak_lr: the initial rate, or the start of the search.
+        files: the first replica's output; None on the others.
 
     Raises:
-        NoRateError: if a rate is looked for and the loss does not fall at any.
+        NoRateError: if a rate is searched for and the loss does not fall at any.
     """
     known = _known(files, task.steps) if options.checkpoint_every else None
     if known is not None:
@@ -81,7 +81,7 @@ def resolve_start(
 
 
 def _known(files: RunFolder | None, most_steps: int) -> RunStart | None:
-    """What the first replica has read, on all of them: the folder may be its own."""
+    """Share the first replica's saved start with all replicas, which may not see its folder."""
 
     def check(value: Any) -> RunStart:
         start = RunStart(**_START(value))

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, a few plain lines in a log."""
+"""The progress of a run: a bar on a terminal, a few plain lines in a log."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class StatusLine:
-    """How far one run is, shown by the first replica only.
+    """The progress of one run, shown by the first replica only.
 
     Args:
-        title: what is being run.
-        steps: how long it is; None if nobody knows.
+        title: name of the run.
+        steps: length of the run; None if unknown.
         shown: False on the other replicas.
     """
 
@@ -23,12 +23,12 @@ class StatusLine:
         self._title, self._steps, self._shown = title, steps, shown
         self._started = self._last = time.monotonic()
         self._first = 0
-        self._unsaid = ""  # the latest state, as long as it was not printed
+        self._unsaid = ""  # the latest state if not printed yet
         tqdm = tqdm_class() if shown and sys.stderr.isatty() else None
         self._bar = tqdm and tqdm(total=steps, desc=title, dynamic_ncols=True, mininterval=0.2)
 
     def start_from(self, step: int) -> None:
-        """Begin after `step` steps, which took no time of this process."""
+        """Start after `step` steps, which this process did not take."""
         self._first = step
         if self._bar is not None:
             self._bar.initial = self._bar.n = step
@@ -39,7 +39,7 @@ class StatusLine:
             self._bar.update()
 
     def show(self, step: int, loss: float, rates: str) -> None:
-        """The state of things after `step` steps."""
+        """Show the state after `step` steps."""
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {loss:.3f}, lr {rates}", refresh=False)
             return
@@ -54,7 +54,7 @@ class StatusLine:
             self._say()
 
     def close(self) -> None:
-        """Leave the bar as it is and go to the next line; say where it ended."""
+        """Leave the bar in place and go to the next line; print the final state."""
         self._say()
         if self._bar is not None:
             self._bar.close()

@@ -1,4 +1,4 @@
-"""What a run ends in: a table of its result, and its pictures."""
+"""The summary of a run: a table of its result, and its pictures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hdet_lab.tables import number, table
 
 
 def summary(options: RunOptions, folder: Path) -> str:
-    """The table of the run in `folder`, which gets its pictures, and where everything is."""
+    """Draw the pictures of the run in `folder`; return its table and the paths."""
     result = read(folder / "result.json", full_result)
     if why_early(result):
         return f"\nThe run ended early: {why_early(result)}\nEverything is in {folder}"
@@ -40,11 +40,11 @@ def summary(options: RunOptions, folder: Path) -> str:
 
 
 def what_next(runs: Sequence[Path], first: Sequence[str] = ()) -> str:
-    """The commands that go on from some runs, of which the first is the one to learn from.
+    """The commands to continue with after some runs; the first run is the one to export.
 
     Args:
         runs: their folders.
-        first: what comes before them, as words for the command line.
+        first: commands to list before them.
     """
     names = [shlex.quote(str(path)) for path in runs]
     said = [f"{_command()} {words}" for words in first]
@@ -55,7 +55,7 @@ def what_next(runs: Sequence[Path], first: Sequence[str] = ()) -> str:
 
 
 def _command() -> str:
-    """What to type for `hdet`: where it is, unless the shell finds it."""
+    """The command to type for `hdet`: its path, unless the shell finds it."""
     own = Path(sys.executable).with_name("hdet")
     if shutil.which("hdet") or not own.exists():
         return "hdet"

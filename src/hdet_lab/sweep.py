@@ -1,6 +1,6 @@
 """`hdet sweep`: how the held-out loss depends on the peak learning rate.
 
-The rates are a geometric grid, which is widened until the best one is inside.
+The rates form a geometric grid, which widens until the best one is inside.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hdet_lab.tables import number, table
 from hdet_lab.worker import Job
 
 RATIO, MOST_RATES = 2.0, 15
-_FIRST = 2  # rates on either side of the middle, to begin with
-_MORE = 2  # rates to add where the best one is at an edge
+_FIRST = 2  # rates on either side of the middle at first
+_MORE = 2  # rates to add if the best one is at an edge
 
 
 def sweep(
@@ -31,17 +31,17 @@ def sweep(
     most_rates: int = MOST_RATES,
     one_process: Callable[[int], bool] = lambda size: False,
 ) -> dict[str, Any]:
-    """Train at every rate with every seed; what is in sweep.json. A second call goes on where one stopped.
+    """Train at every rate with every seed; return the content of sweep.json. A second call continues a stopped one.
 
-    The losses are those of all held-out samples, or of the half that is unseen where there is a held-out probe.
+    Losses are on all held-out samples or, with a held-out probe, on the unseen half.
 
     Args:
         options: the run to repeat; its peak rate, or its task's, is the middle of the first grid.
-        folder: where to write; one subfolder per run.
+        folder: output folder; one subfolder per run.
         seeds: the same for every rate.
-        ratio: of neighbouring rates, more than 1 and at most 2.
-        most_rates: when to give up widening.
-        one_process: whether that many replicas go into one process.
+        ratio: ratio of neighbouring rates, more than 1 and at most 2.
+        most_rates: number of rates at which to stop widening.
+        one_process: whether that many replicas run in one process.
 
     Raises:
         LabError: for options or a folder that cannot work.
@@ -66,7 +66,7 @@ def sweep(
 
 
 def show(result: dict[str, Any]) -> str:
-    """The table, and what it says."""
+    """The table and its conclusion."""
     rows, seeds = [], len(result["seeds"])
     for row in result["rates"]:
         best = "  <- best" if row["peak_lr"] == result["best_peak_lr"] else ""
@@ -85,7 +85,7 @@ def show(result: dict[str, Any]) -> str:
 def _widen(
     measure: Callable[[list[int]], dict[int, list[float]]], most_rates: int
 ) -> tuple[dict[int, list[float]], int]:
-    """The losses by exponent of the ratio, and the best exponent: inside, or at an edge when there is no more room."""
+    """The losses by exponent of the ratio, and the best exponent: inside, or at an edge if the grid cannot widen."""
     new = list(range(-_FIRST, _FIRST + 1))
     losses: dict[int, list[float]] = {}
     while True:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they must be: the first to the left, the others to the right.
+    """Aligned columns: the first to the left, the others to the right.
 
     >>> print(table(["rate", "loss"], [["1e-3", "0.5"]]))
     rate  loss
@@ -22,7 +22,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A loss as text; a diverged run's says so.
+    """A loss as text; "diverged" if it is not finite.
 
     >>> number(1.23456), number(float("inf"))
     ('1.2346', 'diverged')

@@ -1,4 +1,4 @@
-"""One run, as every replica lives it: under torchrun, under `hdet` and under `hdet.in_process` alike.
+"""One run on one replica: the same under torchrun, `hdet` and `hdet.in_process`.
 
 torchrun --standalone --nproc-per-node 2 -m hdet_lab.train text --peak-lr 1e-3
 """
@@ -27,21 +27,21 @@ from hdet_lab.tasks import Task, bare
 
 
 def train(options: RunOptions, folder: str | Path, recipe: Recipe = ONE_CYCLE) -> dict[str, Any]:
-    """Train once, collectively; the first replica writes `folder`. What is in result.json, on every replica.
+    """Train once. Collective; the first replica writes `folder`, and all return the content of result.json.
 
-    A `recipe` trains with another optimizer or schedule. A run with checkpoints in `folder` goes on from the last one.
+    A `recipe` trains with another optimizer or schedule. A run with checkpoints in `folder` resumes from the last one.
 
-    The losses on the held-out data are those of the average of the replicas (of the first one, where nothing averages
-    them: a warm initialisation without fan-out), and known to the first one only:
-    `held_out` of all samples, `held_out_unseen` of the half that no held-out probe draws from. The first is the
-    result of a run without such a probe, the second of a run with one and of those that are compared with it.
+    The held-out losses are those of the replicas' average (of the first replica if nothing averages them: a warm
+    initialisation without fan-out), and only the first replica has them: `held_out` on all samples, `held_out_unseen`
+    on the half that no held-out probe draws from. The first is the result of a run without such a probe, the second
+    that of a run with one and of runs compared with it.
 
-    `scales` are the factors that the controller has put on the schedules at step `scales_step`, the end of the last
-    round before the learning rate falls below half of its peak. Later, with the rate on its way to zero, no scale
-    changes the loss much, and what a controller makes of it says little: rounds.jsonl has the whole course.
+    `scales` are the controller's factors on the schedules at step `scales_step`, the end of the last round before the
+    learning rate falls below half of its peak. Later no scale changes the loss much, because the rate approaches zero,
+    so the scales say little: rounds.jsonl has them all.
 
-    A run that went on says at which steps (`resumed_at`). All it tells is of the whole run; `seconds` are those up to
-    the checkpoint and those since, without what was lost and done again.
+    A resumed run lists the steps (`resumed_at`). All results cover the whole run; `seconds` counts the time up to the
+    checkpoint and since then, without work that was lost and repeated.
     """
     replicas = find_replicas()
     first = replicas.rank == 0
@@ -128,7 +128,7 @@ def _held_out(
 
 
 def _resume(checkpoints: Path, run: dict[str, Any], meter: Meter, files: RunFolder | None) -> int:
-    """Go on from the last checkpoint, if there is one; the step to begin with."""
+    """Resume from the last checkpoint, if there is one; return the step to start at."""
     try:
         resumed = load(checkpoints, run, own={"losses": []})
     except LostReplicaError:
@@ -147,7 +147,7 @@ def _resume(checkpoints: Path, run: dict[str, Any], meter: Meter, files: RunFold
 
 
 def _settings(options: RunOptions, task: Task, start: RunStart) -> dict[str, Any]:
-    """What a result is the result of."""
+    """The settings behind a result."""
     copied = {name: getattr(options, name) for name in ("task", "size", "seed", "replicas", "optimizer", "controller")}
     about = {"steps": start.steps, "marginal_loss": task.marginal_loss, "held_out_probe": options.probes_held_out}
     cost = {"finder_steps": start.finder_steps, "finder_cost": start.finder_cost} if start.finder_steps else {}

@@ -1,4 +1,4 @@
-"""Which hdet this is, without importing it: that takes seconds."""
+"""The version of hdet, without importing it, which takes seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One replica as a process: joins the others, trains, and leaves quickly when something goes wrong."""
+"""One replica as a process: joins the others, trains, and exits quickly on errors."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from hdet_lab.options import RunOptions
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "recvValue failed")
 SECONDS_TO_ANSWER = 20.0  # the first replica's store answers at once
-_SECONDS_FOR_THE_CULPRIT = 5.0  # a replica that merely lost the others lets the one that failed be seen first
+_SECONDS_FOR_THE_CULPRIT = 5.0  # a replica that only lost the others waits, so the one that failed is seen first
 
 
 class Job(NamedTuple):
     """One run and where to write it.
 
     Attributes:
-        options: what to run.
-        folder: where to.
-        finds: look for its learning rate instead of training.
+        options: the run.
+        folder: its output folder.
+        finds: find its learning rate instead of training.
     """
 
     options: RunOptions
@@ -52,7 +52,7 @@ def perform(job: Job) -> None:
 
 
 def work(jobs: Sequence[Job]) -> None:
-    """One run after the other, together with the other replicas; the whole life of a process."""
+    """Do all jobs, one after the other, with the other replicas. A process does nothing else."""
     end_at_once()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     join()
@@ -71,7 +71,7 @@ def work(jobs: Sequence[Job]) -> None:
 
 
 def end_at_once() -> None:
-    """From now on Ctrl-C and SIGTERM end this process, even while it waits for the others."""
+    """Let Ctrl-C and SIGTERM end this process from now on, even while it waits for the others."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     if threading.current_thread() is threading.main_thread():
         for number in numbers:
@@ -81,7 +81,7 @@ def end_at_once() -> None:
 
 
 def join() -> None:
-    """Meet the other replicas, as the launcher's environment says; alone without one.
+    """Join the other replicas as the launcher's environment says; without one, run alone.
 
     Raises:
         LabError: if they cannot meet.
@@ -103,7 +103,7 @@ def join() -> None:
 
 
 def _require_store(where: str) -> None:
-    """Tell a port that another program holds. torch itself waits for such a program's answer without end."""
+    """Raise if another program holds the port: torch itself would wait for its answer forever."""
     host, _, port = where.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=SECONDS_TO_ANSWER).close()
@@ -133,7 +133,7 @@ def _is_first() -> bool:
 
 
 def _end_with_parent() -> None:
-    """Do not outlive a launcher that was killed."""
+    """End this process if its launcher is killed."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -160,6 +160,6 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The process's exit code. What a replica raises is written for the launcher, which shows it."""
+    """Return the exit code. Writes a replica's error to a file for the launcher to show."""
     code = run(argv)
     return 0 if code is None else code

@@ -346,11 +346,11 @@ def test_a_flipped_bit_is_seen_and_the_checkpoint_before_is_taken(tmp_path, file
         (tmp_path / f"00000{step}-step-{step}" / "checkpoint.json").unlink()
     with (
         pytest.warns(UserWarning, match="cannot be verified"),
-        pytest.raises(RuntimeError, match="not one of 3 can be verified"),
+        pytest.raises(RuntimeError, match="none of 3 can be verified"),
     ):
         hdet.load(tmp_path, {"model": model})
     assert model.weight[0, 0] == 2
-    with pytest.warns(UserWarning, match="cannot"), pytest.raises(RuntimeError, match="not one of 1"):
+    with pytest.warns(UserWarning, match="cannot"), pytest.raises(RuntimeError, match="none of 1"):
         hdet.load(tmp_path / "000001-step-1", {"model": model})  # not a fresh start
     # what is damaged does not push out what is whole
     hdet.save(tmp_path, {"model": linear(4)}, step=4, keep=1)
@@ -438,7 +438,7 @@ def test_an_object_that_refuses_its_state_on_one_replica_changes_nothing_on_any(
         ({"x": np.float64(1)}, {}, r"x must be a tensor, a plain number .* got numpy.float64"),
         ({"x": {"a": [1, {2}]}}, {}, r"x\['a'\]\[1\] must be .* got builtins.set"),
         ({"x": lambda: 1}, {}, "x must be"),
-        ({"x": 1}, {"step": None}, "step must be given where there is no ensemble"),
+        ({"x": 1}, {"step": None}, "step must be given if there is no ensemble"),
         ({"x": 1}, {"step": -1}, "step must be at least 0"),
         ({"x": 1}, {"keep": 0}, "keep must be at least 1 checkpoints"),
         ({"x": 1}, {"own": {"x": 2}}, r"own must have other names than entries, got \['x'\]"),
@@ -491,7 +491,7 @@ def full_disk(path, where):
 def test_a_full_disk_on_one_replica_fails_on_all_and_leaves_the_rest(tmp_path, where):
     first, second = run(full_disk, 2, str(tmp_path), where)
     assert first == second
-    assert f"replica {where} says: a file may not be that large here (File too large): " in first
+    assert f"replica {where} says: the file is too large for this disk (File too large): " in first
     assert f".pt needs about 0.{1 if where else 0} MB in {tmp_path}; make room" in first
     assert names(tmp_path) == ["000001-step-1", "000002-step-3"]
 

@@ -64,8 +64,8 @@ def test_another_number_of_replicas_goes_on(tmp_path, saved, resumed, steps):
         assert step == before[0][3] == steps
         assert (loaded.step, loaded.replicas, loaded.exact, loaded.values) == (steps, saved, False, {})
         assert said == list(loaded.notices)
-        assert re.search(f"saved by {saved} replicas and is loaded by {resumed}: slots are dealt anew", said[0])
-        assert ("begin with the mean of the saved ones" in said[0]) == (steps == 10)
+        assert re.search(f"saved by {saved} replicas and is loaded by {resumed}: slots are dealt again", said[0])
+        assert ("start from the mean of the saved ones" in said[0]) == (steps == 10)
         assert "own entries ['mine'] are left as they are" in said[0]
         assert torch.equal(weights, after[0][5])
         assert weights.isfinite().all()

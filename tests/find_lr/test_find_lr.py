@@ -139,7 +139,7 @@ def prepare(loaded):
     return model, optimizer, scheduler, ensemble
 
 
-@pytest.mark.filterwarnings("ignore:one replica only", "ignore:.*one replica")
+@pytest.mark.filterwarnings("ignore:only one replica", "ignore:.*one replica")
 @pytest.mark.parametrize("loaded", [False, True])
 @pytest.mark.parametrize("raising", [None, KeyError, KeyboardInterrupt])
 def test_everything_is_put_back(loaded, raising):

@@ -471,7 +471,7 @@ def test_the_tail_average_is_charged(given, charged):
 
 def test_a_tail_average_that_costs_the_whole_run_is_refused():
     options = RunOptions("text", controller="auto", steps=40, charge=True, tail_average=0.5)
-    with pytest.raises(LabError, match="what is compared when the run ends costs all of the 40 steps"):
+    with pytest.raises(LabError, match="the comparison at the end of the run costs all of the 40 steps"):
         ensemble_from_options.charged_steps(options, options.make_task(), nn.Identity(), None)
 
 

@@ -84,7 +84,7 @@ def test_a_signal_ends_everything_and_leaves_a_usable_folder(tmp_path, number, c
     assert child.returncode == code, errors
     assert "Traceback" not in errors
     told = f"hdet: stopped; what was written so far is in {tmp_path / 'run'}"
-    assert errors.endswith(f"{told}; go on with: hdet resume {tmp_path / 'run'}\n" if how else f"{told}\n")
+    assert errors.endswith(f"{told}; resume with: hdet resume {tmp_path / 'run'}\n" if how else f"{told}\n")
     assert read(tmp_path / "run" / "options.json")["options"]["task"] == "text"
     assert not (tmp_path / "run" / "run.lock").exists()
     assert read_lines(rounds)

@@ -301,7 +301,7 @@ def test_a_state_of_another_layer_is_refused():
     first = make_two(0)
     train(first, range(45))
     again = make_two(1)
-    with pytest.raises(ValueError, match="the saved tail average is that of another model, of other layers, or"):
+    with pytest.raises(ValueError, match="the saved tail average belongs to another model, to other layers, or"):
         again[2].load_state_dict(first[2].state_dict())
     assert again[2].progress["step"] == 0, "nothing has changed"
 
@@ -316,7 +316,7 @@ def test_a_state_of_another_model_is_refused():
         optimizer, [hdet.learning_rate(optimizer, spread=0.0)], total_steps=STEPS, interval=INTERVAL, model=model,
         probe=a_probe(), averaging=hdet.Averaging(tail=0.5), controller=hdet.controllers.LineSearch(),
     )  # fmt: skip
-    with pytest.raises(ValueError, match="the saved tail average is that of another model"):
+    with pytest.raises(ValueError, match="the saved tail average belongs to another model"):
         ensemble.load_state_dict(first[2].state_dict())
 
 
@@ -380,7 +380,7 @@ class Normed(nn.Sequential):
     [
         ({"tail": 1.5}, r"tail must lie in \[0, 1\], a part of the run"),
         ({"tail": math.nan}, "tail must lie in"),
-        ({"total_steps": None}, "whose length must be known: write total_steps="),
+        ({"total_steps": None}, "so the run's length must be known: write total_steps="),
         ({"probe": None, "controller": hdet.controllers.Fixed()}, r"it needs a probe.*probe=hdet.Probe\(...\)"),
         ({"model": None, "probe": lambda index: 1.0}, r"it needs to know the model \(model=model\)"),
         ({"model": Normed()}, "the running statistics of its normalisation"),

@@ -187,7 +187,7 @@ def test_a_run_that_is_lost_is_not_called_fine(way):
     records, other = hdet.in_process(lambda: trained(3.0, **WAYS[way]), 2)
     assert [(r.trend, r.level, r.events) for r in other] == [(r.trend, r.level, r.events) for r in records]
     assert [step for step, _ in events_of(records)] == [30, 60], "once when it is seen, and at the end"
-    assert all("run hdet.find_lr, or begin at a tenth" in text for _, text in events_of(records))
+    assert all("run hdet.find_lr, or start at a tenth" in text for _, text in events_of(records))
     assert records[-1].trend == "risen"
     assert 2.0 < records[-1].first_loss < 3.0, "that of the first step, before it exploded"
     assert records[-1].level > records[-1].first_loss - 0.3
@@ -352,7 +352,7 @@ def test_a_short_run_of_a_cnn_that_is_dead_is_called_so_while_it_runs_and_at_its
     assert len(told) == 2
     assert told[0] <= CNN_STEPS / 2 + 5
     assert told[1] == CNN_STEPS
-    assert any("run hdet.find_lr, or begin at a tenth of it" in str(w.message) for w in caught)
+    assert any("run hdet.find_lr, or start at a tenth of it" in str(w.message) for w in caught)
     assert "not learning" in shown
     late = [h.finding for r in records if r.step > 50 for h in r.hyperparameters.values()]
     assert not any("no evidence" in finding for finding in late)

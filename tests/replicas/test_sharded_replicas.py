@@ -516,7 +516,7 @@ def one_replica():
     model = shard(network(), mesh)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     ensemble = hdet.Ensemble(optimizer, interval=2, model=model, replicas=mesh)
-    with pytest.warns(UserWarning, match="there is one replica only"):
+    with pytest.warns(UserWarning, match="there is only one replica"):
         train((model, optimizer, optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0), ensemble), range(3))
     ensemble.close()
 

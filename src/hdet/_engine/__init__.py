@@ -1,1 +1,1 @@
-"""What runs behind an `Ensemble`: where the run is, and the phases that a round ends with."""
+"""The engine behind an `Ensemble`: it runs the rounds and calls the phases at their ends."""

@@ -1,4 +1,4 @@
-"""A replica whose data have ended goes along: it ends the rounds of those that still train."""
+"""A replica whose data have ended follows the others: it ends their rounds with them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hdet._run.run import Data
 
 
 def follow(engine: Engine) -> None:
-    """Another replica takes a step, while this one has no more data."""
+    """Follow a step of another replica after this one's data have ended."""
     run = engine.run
     run.data = Data.ENDED
     if not run.at.finished:
@@ -17,7 +17,7 @@ def follow(engine: Engine) -> None:
 
 
 def go_along(engine: Engine) -> None:
-    """End the rounds of the others, until nobody has data."""
+    """End the rounds with the others until no replica has data."""
     run = engine.run
     run.data = Data.ENDED
     while run.data is Data.ENDED and not run.at.finished:

@@ -21,24 +21,24 @@ from hdet._run.settings import Settings
 
 
 def assemble(settings: Settings) -> Engine:
-    """What runs behind an ensemble with these settings."""
+    """The engine of an ensemble with these settings."""
     run = Run(settings)
     return Engine(run, phases(run))
 
 
 def phases(run: Run) -> list[Phase]:
-    """What happens at the end of a round. The order is part of the algorithm."""
+    """The phases at the end of a round. Their order is part of the algorithm."""
     return [
-        UnevenData(run),  # who has no more data? Only the others need to agree
-        Agreement(run),  # nothing is averaged between replicas at different places
+        UnevenData(run),  # first: replicas without data need not agree
+        Agreement(run),  # before averaging: replicas must be at the same step
         GradientSharing(run),
         Scores(run),
         Averaging(run),
         Guard(run),  # needs the scores, and mends what averaging cannot
         Control(run),
         TakeOuterStep(run),  # from the average
-        GoBack(run),  # keeps what the outer step has led to
-        TailAverage(run),  # of the same
+        GoBack(run),  # keeps the result of the outer step
+        TailAverage(run),  # averages the result of the outer step
         WatchDescent(run),
-        Recording(run),  # last: tells what the others have done
+        Recording(run),  # last: records what the others did
     ]

@@ -1,4 +1,4 @@
-"""How the rounds of a run open, count and end. What happens at their end are the phases, which are not known here."""
+"""Opens, counts and ends the rounds of a run. The phases do the work at their ends; the engine knows none by name."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ P = TypeVar("P", bound=Phase)
 
 
 class Engine:
-    """What runs behind one `Ensemble`.
+    """The engine of one `Ensemble`.
 
     Args:
-        run: what the phases share.
-        phases: what happens at the end of a round, in order.
+        run: the state that the phases share.
+        phases: the phases at the end of a round, in order.
 
     Attributes:
         at_end: called when the run is over.
@@ -38,16 +38,16 @@ class Engine:
         self._fan_out.ask(WeakHook(self._before_step))
         self.use(phases)
         run.write_values()  # the first forward pass comes before the first step
-        for undo in (run.values.close, *(phase.release for phase in phases)):  # of an ensemble that is dropped
+        for undo in (run.values.close, *(phase.release for phase in phases)):  # runs when the ensemble is dropped
             weakref.finalize(self, undo).atexit = False
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """What happens at the end of a round, in order."""
+        """The phases at the end of a round, in order."""
         return self._phases
 
     def use(self, phases: Sequence[Phase]) -> None:
-        """Have other phases, or another order."""
+        """Replace the phases or their order."""
         self._phases = tuple(phases)
         self._steps = [p.step for p in phases if type(p).step is not Phase.step]
         self._counts = [p.counted for p in phases if type(p).counted is not Phase.counted]
@@ -60,10 +60,10 @@ class Engine:
     # While a round is trained
 
     def start(self) -> None:
-        """Before whatever comes first: fix who the replicas are, and see that they agree."""
+        """Before the first step: fix the replicas and check that they agree."""
         run = self.run
         if run.at.closed:
-            raise RuntimeError("this ensemble is closed; make a new one to go on exploring")
+            raise RuntimeError("this ensemble is closed; make a new one to continue exploring")
         if run.rounds.start():
             run.agree()
             given = run.settings
@@ -82,7 +82,7 @@ class Engine:
                 phase.begin()
 
     def step(self, loss: Loss | None, attempted: bool) -> None:
-        """`Ensemble.step()`: nearly always nothing but what the phases do at each step."""
+        """`Ensemble.step()`: usually only calls the phases' `step()`."""
         for note in self._steps:
             note(loss)
         if self._fan_out.steps == 0 and not attempted:
@@ -93,7 +93,7 @@ class Engine:
             self.end_round(full=False)
 
     def resume(self) -> None:
-        """After the parts have been put to another step: go on from there."""
+        """Continue from another step after all parts have moved there."""
         self.forgotten.reset()
         self._fan_out.restore()
         self._fan_out.count()
@@ -156,7 +156,7 @@ class Engine:
     # Small steps
 
     def count(self) -> bool:
-        """Count the optimizer steps that were taken; whether the round ends with them."""
+        """Count the optimizer steps taken; return whether they complete the round."""
         self.forgotten.reset()
         ends = self.run.rounds.count(max(self._fan_out.count(), 1))
         for note in self._counts:

@@ -1,4 +1,4 @@
-"""Calls that were forgotten: steps that nobody counts, and counts without a step."""
+"""Detects forgotten calls: optimizer steps without `Ensemble.step()`, and the reverse."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FORGOTTEN = 1000  # optimizer steps, before the first call of `Ensemble.step()`
 
 
 class ForgottenCalls:
-    """Names a loop in which optimizer and ensemble do not step together, on all replicas alike: each counts."""
+    """Reports a loop in which optimizer and ensemble do not step together. Every replica counts for itself."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -34,7 +34,7 @@ class ForgottenCalls:
             )
 
     def note_uncounted(self) -> None:
-        """Optimizer steps are taken, but nobody calls `Ensemble.step()`."""
+        """Optimizer steps are taken, but `Ensemble.step()` is not called."""
         run, fan_out = self._run, self._run.values.fan_out
         given, averaging, steps = run.settings, run.settings.averaging, fan_out.steps_of_all
         needed = given.diverges or averaging.steps or averaging.tail or given.safety.rollback is not None
@@ -43,7 +43,7 @@ class ForgottenCalls:
         problem = (
             f"{steps} optimizer steps were taken without a call of ensemble.step(), so no round ends and the replicas "
             "are not averaged; call ensemble.step(loss) after each optimizer.step() (with OneCycleAutoLR, "
-            "scheduler.step(loss)), or ensemble.finish() where plain training is to go on"
+            "scheduler.step(loss)), or ensemble.finish() to continue with plain training"
         )
         if self._may_raise and steps >= _FORGOTTEN:
             raise RuntimeError(problem)

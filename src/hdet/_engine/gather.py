@@ -1,4 +1,4 @@
-"""The one gather at the end of a round: all phases tell, then all hear."""
+"""The one gather at the end of a round: all phases send, then all receive."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _NO_MORE_DATA = "the end of its data"
 
 
 def ending(run: Run, call: Call, full: bool, last: bool = False) -> Round:
-    """The round that is under way, which ends now.
+    """The `Round` for the current round, which ends now.
 
     Args:
-        run: whose round.
-        call: what ends it.
+        run: the run.
+        call: the call that ends it.
         full: whether it has all its steps.
         last: end the run with it, whatever steps are left.
     """
@@ -41,7 +41,7 @@ def ending(run: Run, call: Call, full: bool, last: bool = False) -> Round:
 
 
 def compare(run: Run, phases: Sequence[Phase], rnd: Round) -> None:
-    """Let all replicas hear what each has to tell. Collective."""
+    """Gather the numbers of all phases from all replicas. Collective."""
     for phase in phases:
         phase.tell(rnd)
     place = f"the end of round {rnd.number}" if rnd.call == "the end of a round" else rnd.call

@@ -1,4 +1,4 @@
-"""What an ensemble saves, and how it goes on from it. Each part knows its own state; nothing of it is known here."""
+"""Saves and restores an ensemble. Each part knows its own state; this module only collects and distributes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FORMAT = 3
 
 
 def saved_state(engine: Engine) -> dict[str, Any]:
-    """What cannot be recomputed.
+    """The state that cannot be recomputed.
 
     "phases" is the same on all replicas at a round's end, "weights" even in mid-round; "own" is this replica's.
     """
@@ -28,7 +28,7 @@ def saved_state(engine: Engine) -> dict[str, Any]:
 
 
 def load_state(engine: Engine, state: dict[str, Any]) -> None:
-    """Go on from `saved_state()`."""
+    """Resume from `saved_state()`."""
     _check_format(state)
     run = engine.run
     mid_round = state.get("mid_round")
@@ -50,7 +50,7 @@ def load_state(engine: Engine, state: dict[str, Any]) -> None:
 
 
 def start_from(engine: Engine, step: int) -> None:
-    """Go on at `step` without a saved state."""
+    """Start at `step` without a saved state."""
     engine.run.forget_noise()
     engine.run.rounds.start_from(step)
     for phase in engine.phases:
@@ -71,7 +71,7 @@ def _check_format(state: Any) -> None:
         return
     if isinstance(found, int) and found < FORMAT:
         raise ValueError(
-            f"this state was saved by an older hdet, in format {found}, and this one reads format {FORMAT}: go on with "
-            "the version that saved it, or load the weights alone and call ensemble.start_from(step)"
+            f"this state was saved by an older hdet, in format {found}, and this one reads format {FORMAT}: resume "
+            "with the version that saved it, or load the weights alone and call ensemble.start_from(step)"
         )
     raise ValueError("state_dict must come from Ensemble.state_dict() of this version of hdet")

@@ -1,4 +1,4 @@
-"""Dropout as a hyperparameter, in compiled models too: their layers read it from a tensor, so one graph serves all."""
+"""Dropout as a hyperparameter. In compiled models the layers read it from a tensor, so one graph serves all values."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def dropout(
     Args:
         model: the model; its Dropout layers, MultiheadAttention and recurrent layers are found.
         spread, ladder: as in `hdet.learning_rate`; the multipliers act on the odds.
-        bounds: no replica's probability leaves them.
+        bounds: limits of every replica's probability.
         compiled: torch.compile builds a graph for every new probability. True replaces the forward of torch's Dropout
-            layers, until the ensemble is closed, by one that reads it from a tensor and draws other masks than torch's,
-            and warns of layers that cannot be served so, such as MultiheadAttention. By default it is done for what is
-            compiled already.
+            layers, until the ensemble is closed, by one that reads the probability from a tensor and draws other masks
+            than torch's; it warns about layers that cannot be replaced, such as MultiheadAttention. By default only
+            modules that are already compiled are treated so.
     """
     inside = _inside_compiled(model, compiled)
     devices = {parameter.device for parameter in model.parameters()}
@@ -63,7 +63,7 @@ def _inside_compiled(model: nn.Module, compiled: bool | None) -> set[nn.Module]:
 
 
 def _cell_of(module: nn.Module, devices: Iterable[torch.device] | None) -> Cell | None:
-    """Where its probability is, if it drops; with `devices`, those of a compiled model, in a tensor if it can be."""
+    """The cell of the probability if the module drops; in a tensor, if possible, for the `devices` of a compiled model."""
     if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
         return Cell(module, "p") if devices is None or not _has_twin(module) else _InTensorToo(module, devices)
     if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and module.dropout > 0:
@@ -72,7 +72,7 @@ def _cell_of(module: nn.Module, devices: Iterable[torch.device] | None) -> Cell 
 
 
 def _is_compiled_anew(cell: Cell) -> bool:
-    """Whether torch compiles the module of `cell`, and guards the number in it."""
+    """Whether torch compiles the module of `cell` with a guard on its number."""
     if isinstance(cell.owner, nn.RNNBase):  # by default torch runs what calls a recurrent layer uncompiled
         return bool(getattr(torch._dynamo.config, "allow_rnn", False))
     return not isinstance(cell, _InTensorToo)
@@ -107,7 +107,7 @@ _ALPHA = 1.7580993408473766  # torch's: SELU never falls below -_ALPHA, which st
 
 
 def _has_twin(module: nn.Module) -> bool:
-    """Whether its forward is torch's own, or stands in for it already."""
+    """Whether its forward is torch's own, or already our replacement."""
     forward = vars(module).get("forward")
     return type(module) in _TWINS and (forward is None or getattr(forward, "func", None) is _dropout_by_tensor)
 
@@ -143,7 +143,7 @@ class _InTensorToo(Cell):
 
 
 def _dropout_by_tensor(layer: Any, held: Held, x: Tensor) -> Tensor:
-    """What torch's layer does, with the probability in a tensor."""
+    """The same as torch's layer, with the probability in a tensor."""
     by_torch, masked_dimensions = _TWINS[type(layer)]
     by_torch(x, 0.0, training=False)  # drops nothing, but says what is wrong with the shape
     if not layer.training:

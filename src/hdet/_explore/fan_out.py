@@ -21,7 +21,7 @@ _PATIENCE = 36
 
 
 class _Watched:
-    """One optimizer: what is written into its groups, and what a step in progress has replaced there."""
+    """One optimizer: the values to write into its groups, and those that the current step has replaced."""
 
     __slots__ = ("depth", "plan", "steps", "used", "written")
 
@@ -51,7 +51,7 @@ class _Watched:
                 used.append((name, base.clone() if isinstance(base, Tensor) else base))
 
     def restore(self) -> None:
-        """Put the bases back, except where somebody has written another value since."""
+        """Put the bases back, except where another value was written meanwhile."""
         self.depth = 0
         for group, key, entry, new in reversed(self.written):  # two may share an entry: Adam's betas
             if group[key] is new:
@@ -66,12 +66,12 @@ class FanOut:
     that share one tensor learning rate do not disturb each other.
 
     Args:
-        optimizers: whose steps are watched.
-        hyperparameters: what is written.
+        optimizers: the optimizers to watch.
+        hyperparameters: the hyperparameters to write.
 
     Attributes:
         ready: steps may be taken without asking; see `ask()`.
-        patience: optimizer steps that may go by until somebody calls `count()`.
+        patience: optimizer steps that may pass without a call of `count()`.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], hyperparameters: Sequence[InGroups]) -> None:
@@ -93,8 +93,8 @@ class FanOut:
         self.set(plain, plain)
 
     def ask(self, prepare: Callable[[], None]) -> None:
-        """Call `prepare` before every step until `go_on()`, and before one that follows on `patience` steps that were
-        not counted, and again on twice as many.
+        """Call `prepare` before every step until `go_on()`; later, before a step that follows `patience` uncounted
+        ones, and again after twice as many.
         """
         self._prepare = prepare
 
@@ -107,7 +107,7 @@ class FanOut:
         self.ready = False
 
     def set(self, scales: Mapping[str, float], multipliers: Mapping[str, float]) -> None:
-        """What this replica trains with from the next step on: its factors, by hyperparameter."""
+        """Set this replica's factors, by hyperparameter, from the next step on."""
         for optimizer in self._optimizers:
             self._watched[id(optimizer)].plan = [
                 (h, scales[h.name], multipliers[h.name], h.multiplies)
@@ -116,7 +116,7 @@ class FanOut:
             ]
 
     def used(self, name: str) -> list[Base]:
-        """The bases of a hyperparameter that the last step was taken with, one per parameter group."""
+        """The bases of a hyperparameter in the last step, one per parameter group."""
         return [base for watched in self._watched.values() for of, base in watched.used if of == name]
 
     @property
@@ -127,16 +127,16 @@ class FanOut:
 
     @property
     def steps_of_all(self) -> int:
-        """The same of the one that took fewest: a critic may take a hundred to one of the generator's."""
+        """The steps of the optimizer that took fewest: a critic may take a hundred per step of the generator."""
         return min(watched.steps for watched in self._watched.values())
 
     @property
     def applied(self) -> bool:
-        """Whether groups hold values now: a step is under way, or has raised."""
+        """Whether groups hold values now: a step is under way or has raised."""
         return any(watched.written for watched in self._watched.values())
 
     def count(self) -> int:
-        """The steps taken since this was last asked."""
+        """The steps taken since the last call."""
         steps = self.steps
         for watched in self._counts:
             watched.steps = 0
@@ -149,12 +149,12 @@ class FanOut:
 
     @property
     def is_away(self) -> bool:
-        """Whether steps are none of the run's."""
+        """Whether steps currently do not belong to the run."""
         return self._away
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Within it steps are none of the run's: torch takes one of length 0 to make an optimizer's state."""
+        """Steps within this context do not belong to the run: torch takes one of length 0 to create state."""
         before, self._away = self._away, True
         try:
             yield
@@ -207,7 +207,7 @@ class FanOut:
 def _steps_nest(optimizer: Optimizer) -> bool:
     """Whether `step()` of this optimizer is being called from within another of its own, by a subclass.
 
-    Looked up on the stack, and only in doubt: torch tells nobody that a step has raised.
+    Searches the stack, and only in doubt: torch has no hook for steps that raise.
     """
     frame = sys._getframe(1)
     calls = 0

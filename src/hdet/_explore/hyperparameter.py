@@ -4,8 +4,8 @@ base    what the user's schedule or code says now, the same on every replica
 center  the base moved by `scale`; the controller owns the scale
 value   the center moved by this replica's multiplier; what it trains with
 
-Where a scalar lives is said by the subclasses: `in_groups.py` (parameter groups of optimizers: written for the length
-of a step) and `in_forward.py` (read by the forward pass: written when the slots are dealt).
+The subclasses define where a scalar is stored: `in_groups.py` (parameter groups of optimizers, written for the duration
+of a step) and `in_forward.py` (read by the forward pass, written when slots are dealt).
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Hyperparameter:
         spread: how far the multipliers reach; see `hdet._explore.slots.multipliers`.
         ladder: how the multipliers are spaced.
         coordinate: "log", "logit" or "linear".
-        bounds: no replica's value leaves them.
-        floor: the center does not fall below it, unless the base does ("log" only).
-        unit: what a factor of e adds ("linear" only).
-        off_at_zero: 0 stays 0, whatever the bounds: what is off is not explored.
+        bounds: limits of every replica's value.
+        floor: lower limit of the center, unless the base is lower ("log" only).
+        unit: amount that a factor of e adds ("linear" only).
+        off_at_zero: 0 means off and stays 0, whatever the bounds.
         before_reduce: it acts on the gradients before replicas share them.
-        regulariser: lower training loss says nothing about it: it must be judged on held-out data.
+        regulariser: it must be judged on held-out data, because training loss does not show its benefit.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Hyperparameter:
 
     @property
     def diverges(self) -> bool:
-        """Whether the replicas get different values at all."""
+        """Whether the replicas get different values."""
         return self.spread > (0 if self.ladder == "linear" else 1)
 
     @property
@@ -77,7 +77,7 @@ class Hyperparameter:
 
     @property
     def place(self) -> str:
-        """Where it lives, in words that are the same on every replica."""
+        """The place of the scalar in words, the same on every replica."""
         return self.name
 
     def bases(self) -> Iterator[float | Tensor]:
@@ -85,17 +85,17 @@ class Hyperparameter:
         raise NotImplementedError
 
     def places(self, optimizers: Sequence[Optimizer]) -> tuple[str, ...]:
-        """A name for each place that holds it, in the order of `bases()`; `optimizers` are those of the ensemble."""
+        """A name for each place of the scalar, in the order of `bases()`; `optimizers` are the ensemble's."""
         size = len(list(self.bases()))
         return (self.name,) if size == 1 else tuple(f"{self.name}[{number}]" for number in range(size))
 
     def peak(self) -> float | None:
-        """The most that the schedule will say, where it tells."""
+        """The schedule's highest value, if the scheduler exposes it."""
         return None
 
     def steered(self, base: float, scale: float = 1.0) -> float:
-        """What a controller is told of the base: of a rate its size, as far as bounds let the center follow it at this
-        scale; of others whether it can be moved at all.
+        """The base for a controller: for a rate its size, as far as bounds let the center follow it at this scale; for
+        others, whether it can be moved at all.
         """
         if self.coordinate == "log":
             return self._bounded(base * scale) / scale if self.is_bounded and scale > 0 else base
@@ -114,21 +114,21 @@ class Hyperparameter:
         return self._bounded(moved)
 
     def value_of(self, base: Number, scale: float, multiplier: float) -> Number:
-        """What a replica with this multiplier trains with."""
+        """The value of a replica with this multiplier."""
         center = self.center(base, scale)
         return center if multiplier == 1.0 else self._bounded(self.move(center, multiplier))
 
     def values_of(self, base: float, scale: float, multipliers: Sequence[float]) -> tuple[float, ...]:
-        """`value_of()` for many replicas: the center and the coordinate are looked at once."""
+        """`value_of()` for many replicas, with one look at the center and the coordinate."""
         center = self.center(base, scale)
         if self.coordinate == "log" and not self.is_bounded:
             return tuple([center * k for k in multipliers])
         return tuple([center if k == 1.0 else self._bounded(self.move(center, k)) for k in multipliers])
 
     def within_bounds(self, bases: Sequence[float], scale: float, dealt: tuple[float, ...]) -> tuple[float, ...]:
-        """The multipliers that replicas trained with: those dealt to them, but where a bound has cut their values.
+        """The multipliers that replicas trained with: the dealt ones, except where a bound clipped the value.
 
-        Of several places that one scale moves, the geometric mean.
+        If one scale moves several places, their geometric mean.
         """
         if not self.is_bounded or self.coordinate == "logit":
             return dealt
@@ -172,7 +172,7 @@ class Hyperparameter:
         return self._unless_off(x, low + (high - low) * (k * p / (1 + (k - 1) * p)))
 
     def _factor(self, center: float, value: float) -> float:
-        """What moves the center to the value; of "log" and "linear"."""
+        """The factor that moves the center to the value, for "log" and "linear"."""
         if self.coordinate == "linear":
             return math.exp((value - center) / self.unit)
         return value / center if center > 0 and value > 0 else 1.0
@@ -218,9 +218,9 @@ def check_scalar(h: Hyperparameter) -> None:
 
 
 def representative(used: Sequence[float | Tensor], coming: Sequence[float | Tensor]) -> tuple[float, float]:
-    """The last and the next base of one place that stands for all: the first that is explored. Reads tensors back.
+    """The last and the next base of one representative place: the first that is explored. Reads tensors back.
 
-    A base of 0 is not explored in the log coordinate: multiplied by anything it stays 0.
+    A base of 0 is not explored in the log coordinate, because its multiples are 0.
     """
     pairs = [(float(base), float(following)) for base, following in zip(used, coming, strict=False)]
     return next((pair for pair in pairs if pair[0] != 0.0), (0.0, 0.0))

@@ -24,10 +24,10 @@ Bounds = tuple[float, float]
 class Cell:
     """One attribute that holds the scalar: a number, or a tensor with one element, which is changed in place.
 
-    Whoever else writes the attribute changes its base, and trains with that until the next deal.
+    If user code writes the attribute, that becomes the base, used as it is until the next deal.
 
     Attributes:
-        factors: the scale and the multiplier that its value was made with.
+        factors: the scale and the multiplier behind the current value.
     """
 
     def __init__(self, owner: Any, attribute: str) -> None:
@@ -43,14 +43,14 @@ class Cell:
 
     @property
     def base(self) -> float:
-        """What the user's code says. Reads a tensor back."""
+        """The value set by the user's code. Reads a tensor back."""
         now = self._read()
         if now != self._written:
             self._base = self._written = now
         return self._base
 
     def write(self, value: float, base: float | None = None) -> None:
-        """Put `value` there, which is not a new base; `base` is one."""
+        """Write `value`, which does not become the base; `base`, if given, does."""
         self._base = self.base if base is None else base
         held = self.tensor
         if held is None:
@@ -61,7 +61,7 @@ class Cell:
         self._written = self._read()  # as rounded by the tensor
 
     def close(self) -> None:
-        """Leave the attribute to the user's code, with its base in it."""
+        """Restore the base and leave the attribute to the user's code."""
         self.factors = 1.0, 1.0
         self.write(self.base)
 
@@ -91,7 +91,7 @@ class InForward(Hyperparameter):
             cell.write(self.value_of(cell.base, scale, multiplier))
 
     def restore(self, bases: Sequence[float] | None = None) -> None:
-        """Put the bases back and what was replaced to explore them; or go on from `bases`, as they were saved."""
+        """Restore the bases and anything replaced to explore them; or resume from saved `bases`."""
         if bases is None:
             for cell in self.cells:
                 cell.close()
@@ -101,12 +101,12 @@ class InForward(Hyperparameter):
             cell.write(base, base)
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that hold it: not to be averaged, as replicas differ in them on purpose."""
+        """The tensors that hold it; they are not averaged, because replicas differ in them on purpose."""
         return [held for cell in self.cells if (held := cell.tensor) is not None]
 
 
 class Held:
-    """A number, and the same as a tensor on every device that was asked for."""
+    """A number, and the same number as a tensor on each requested device."""
 
     def __init__(self, number: float) -> None:
         self._number = number
@@ -143,15 +143,15 @@ def attribute(
     """An attribute of a module (or of several, given as a list) that its forward pass reads: a temperature, a margin.
 
     Args:
-        module: whose attribute, or a list of modules that share one scale.
-        name: of the attribute: a number, or a tensor with one element such as a buffer. A compiled model that reads a
-            number is compiled once more when it first changes; a tensor needs not even that.
+        module: the module with the attribute, or a list of modules that share one scale.
+        name: name of the attribute: a number, or a tensor with one element such as a buffer. A compiled model that
+            reads a number is recompiled once, when the number first changes; with a tensor it is not.
         spread, ladder: as in `hdet.learning_rate`.
-        coordinate: "log" for what is positive, "logit" for what lies between two bounds, "linear" for the rest.
-        bounds: no replica's value leaves them.
-        unit: of the linear coordinate; by default a tenth of the distance between the bounds.
+        coordinate: "log" for positive values, "logit" for values between two bounds, "linear" for the rest.
+        bounds: limits of every replica's value.
+        unit: unit of the linear coordinate; by default a tenth of the distance between the bounds.
         label: its name in records; by default that of the attribute.
-        regulariser: True if lower training loss says nothing about it.
+        regulariser: True if training loss does not show its benefit.
 
     >>> layer = torch.nn.Softplus(beta=2.0)
     >>> attribute(layer, "beta", spread=0.1).name
@@ -186,15 +186,15 @@ class Scalar(InForward):
 
     @property
     def value(self) -> float:
-        """What this replica is to use now."""
+        """The value that this replica must use now."""
         return float(self._held.number)
 
     def tensor(self, device: str | torch.device = "cpu") -> Tensor:
-        """The value as a tensor that is changed in place, so that compiled code sees it change."""
+        """The value as a tensor that is updated in place, so that compiled code sees changes."""
         return self._held.tensor(torch.device(device))
 
     def set_base(self, base: float) -> None:
-        """Let the user's own schedule say another base; the value follows at once.
+        """Set another base, as from the user's own schedule; the value follows at once.
 
         Raises:
             ValueError: for a base outside the bounds.
@@ -234,11 +234,11 @@ def scalar(
         name: its name in records.
         value: its base.
         spread, ladder: as in `hdet.learning_rate`.
-        bounds: no replica's value leaves them.
+        bounds: limits of every replica's value.
         coordinate: by default "logit" between two finite bounds, otherwise "log".
-        unit: of the linear coordinate; by default a tenth of the distance between the bounds.
-        before_reduce: False if it acts after the gradients are shared, so that they may be.
-        regulariser: True if lower training loss says nothing about it.
+        unit: unit of the linear coordinate; by default a tenth of the distance between the bounds.
+        before_reduce: False if it acts only after the gradients are shared, so that sharing is allowed.
+        regulariser: True if training loss does not show its benefit.
 
     >>> smoothing = scalar("label_smoothing", 0.1, bounds=(0, 0.5), spread=0.5)
     >>> smoothing.value

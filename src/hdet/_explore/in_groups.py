@@ -25,8 +25,8 @@ class InGroups(Hyperparameter):
 
     Attributes:
         key: the entry of the parameter groups that holds it.
-        optimizers: whose groups hold it.
-        group: the index of its one parameter group, or None for all of them, later ones included.
+        optimizers: the optimizers with these groups.
+        group: the index of its one parameter group, or None for all of them, including later ones.
         index: its place within the entry, if that is a tuple (Adam's betas).
     """
 
@@ -37,7 +37,7 @@ class InGroups(Hyperparameter):
 
     @property
     def place(self) -> str:
-        """Where it lives, in words that are the same on every replica."""
+        """The place of the scalar in words, the same on every replica."""
         return self.key if self.index is None else f"{self.key}[{self.index}]"
 
     def groups(self, optimizer: Optimizer) -> list[Group]:
@@ -71,7 +71,7 @@ class InGroups(Hyperparameter):
         return value if self.index is None else (*entry[: self.index], value, *entry[self.index + 1 :])
 
     def peak(self) -> float | None:
-        """OneCycleLR notes the most that a group's rate will be in the group itself."""
+        """The schedule's highest value, which OneCycleLR stores in the group."""
         if self.key != "lr":
             return None
         peaks = [group.get("max_lr") for optimizer in self.optimizers for group in self.groups(optimizer)]
@@ -118,7 +118,7 @@ def learning_rate(
         ladder: "linear" (the paper's) or "log".
         per_group: explore every parameter group on its own, with its own slots and scale, instead of all
             groups together. Returns a list then. Groups added later are not explored.
-        bounds: no replica's rate leaves them.
+        bounds: limits of every replica's rate.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)

@@ -1,7 +1,7 @@
 """Who tries which value: ladders of multipliers, and how they are dealt each round (`deal_round`).
 
-Everything here is a pure function of its arguments, so every replica computes the same answer without
-traffic, and no global random generator is read or seeded.
+All functions here are pure, so every replica computes the same answer without communication, and no global random
+generator is read or seeded.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def deal_round(
 
     Args:
         size: the number of replicas.
-        seed: with `round_index`, what is drawn from.
+        seed: seed of the draw, together with `round_index`.
         round_index: rounds before this one.
         explored: name, spread and ladder of every hyperparameter. Those without a spread stay at 1 and cost nothing.
         design: how they are dealt.
@@ -119,11 +119,11 @@ def _orthogonal(
 ) -> dict[str, tuple[float, ...]]:
     """Two-level designs: +1 and -1 are the ends of a ladder, drawn anew each round in three ways.
 
-    Which replica has which row: over the rounds, each is at each level equally often. Which hyperparameter has which
-    column: with more of them than columns (one column at 2 and 3 replicas, 3 at 4 and 5, N - 1 where N is a multiple
-    of 4, N - 3 at 10, 14, ...), some share one and cannot be told apart in this round, but they are others in the next.
-    Which sign a column has: what is confounded within a round (shared columns, columns of N = 2 (mod 4) replicas, whose
-    inner products cannot be less than 2, and products of two effects) has a random sign, and averages out.
+    The row of each replica: over the rounds, each is at each level equally often. The column of each hyperparameter: if
+    there are more hyperparameters than columns (one column with 2 and 3 replicas, 3 with 4 and 5, N - 1 if N is a
+    multiple of 4, N - 3 with 10, 14, ...), some share one and cannot be told apart in this round, but others do in the
+    next. The sign of each column: effects confounded within a round (shared columns, columns of N = 2 (mod 4) replicas,
+    whose inner products are at least 2, and products of two effects) get a random sign and average out.
 
     With an odd number one replica is in the middle of every ladder, and the others form the design.
     """

@@ -1,4 +1,4 @@
-"""This replica's values of all hyperparameters, in parameter groups and where the forward pass reads them."""
+"""This replica's values of all hyperparameters, in parameter groups and in what the forward pass reads."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Values:
     """Writes values and puts bases back.
 
     Args:
-        optimizers: whose steps are watched.
-        hyperparameters: what is written.
+        optimizers: the optimizers to watch.
+        hyperparameters: the hyperparameters to write.
 
     Attributes:
-        fan_out: those in parameter groups, written for the length of a step.
+        fan_out: the values in parameter groups, written for the duration of a step.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], hyperparameters: Sequence[Hyperparameter]) -> None:
@@ -31,7 +31,7 @@ class Values:
         self._now: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {})
 
     def set(self, scales: Mapping[str, float], multipliers: Mapping[str, float]) -> None:
-        """What this replica trains with from the next step on: its factors, by hyperparameter."""
+        """Set this replica's factors, by hyperparameter, from the next step on."""
         self._now = scales, multipliers
         self.fan_out.set(scales, multipliers)
         for h in self._forward:
@@ -39,7 +39,7 @@ class Values:
 
     @contextmanager
     def at_center(self) -> Iterator[None]:
-        """Within it the forward pass reads the centers."""
+        """Let the forward pass read the centers within this context."""
         scales, multipliers = self._now
         for h in self._forward:
             h.write(scales[h.name], 1.0)
@@ -50,11 +50,11 @@ class Values:
                 h.write(scales[h.name], multipliers[h.name])
 
     def used(self, h: Hyperparameter) -> list[float | Tensor]:
-        """The bases that the last step was taken with."""
+        """The bases of the last step."""
         return self.fan_out.used(h.name) if isinstance(h, InGroups) else list(h.bases())
 
     def close(self) -> None:
-        """Put every base back, for good."""
+        """Restore all bases for good."""
         self.fan_out.close()
         for h in self._forward:
             h.restore()
@@ -64,7 +64,7 @@ class Values:
         return {h.name: list(h.bases()) for h in self._forward}
 
     def check_state(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Raise if `state` is not that of these hyperparameters."""
+        """Raise if `state` belongs to other hyperparameters."""
         ours = {h.name: len(h.cells) for h in self._forward}
         saved = {name: len(bases) for name, bases in state.items()}
         if ours != saved:
@@ -74,6 +74,6 @@ class Values:
             )
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Go on from `state_dict()`."""
+        """Resume from `state_dict()`."""
         for h in self._forward:
             h.restore(state[h.name])

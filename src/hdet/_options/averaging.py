@@ -1,4 +1,4 @@
-"""What becomes of the replicas' weights when they are averaged: `Averaging`, and the outer optimizer `Nesterov`."""
+"""How the replicas' weights are averaged: `Averaging`, and the outer optimizer `Nesterov`."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _TAIL = Rule(lambda x: 0 <= x <= 1, "lie in [0, 1], a part of the run; 0 for non
 
 @dataclass(frozen=True)
 class Nesterov:
-    """An outer optimizer: SGD with Nesterov's momentum, which takes a round's weight change as a gradient (DiLoCo).
+    """An outer optimizer: SGD with Nesterov momentum that treats a round's weight change as a gradient (DiLoCo).
 
-    At every converge, with g the way back and m = 0 at first::
+    At every converge, with g the negative weight change and m = 0 at first::
 
         g = theta_0 - mean_r theta_r
         m <- momentum m + g
         theta <- theta_0 - lr (g + momentum m)
 
-    as `torch.optim.SGD(nesterov=True)` would step. With a momentum of 0 this is `outer_step=lr`, and with an lr of 1
-    too it is the plain average. In the long run a round counts lr / (1 - momentum) times: 7 times with the defaults,
+    as `torch.optim.SGD(nesterov=True)` would step. With a momentum of 0 this is `outer_step=lr`, and with lr = 1 as
+    well it is the plain average. In the long run a round counts lr / (1 - momentum) times: 7 times with the defaults,
     which are DiLoCo's, so that few long rounds go as far as many short ones.
 
-    Costs two copies of the trained parameters, single precision at least; nothing is sent for it, as all replicas
+    Costs two copies of the trained parameters in at least single precision, but no communication, because all replicas
     compute the same.
 
     Args:
@@ -50,16 +50,16 @@ class Nesterov:
 
 @dataclass(frozen=True)
 class Averaging:
-    """What is averaged at the end of a round and of the run, and how much of it counts.
+    """What to average at the end of a round and of the run, and how much of the result to apply.
 
     Args:
         outer_step: fraction of a round's weight change to apply, in (0, 1], or an `hdet.Nesterov`. The last round's
-            change is applied whole. By default what the controller wants, which mostly is 1.
-        tail: the part of the run at its end, in [0, 1], whose round ends are averaged: when the run ends, the probe
-            tells whether half of the way to that mean is better than the last weights. 0 for none. By default what the
-            controller wants, where that is possible: `Auto` a half in runs of 2,000 steps and more.
-            Costs a copy of what is trained and of the followers, in single precision at least. The probe is asked for
-            16 indices that no round has had.
+            change is applied in full. By default the controller's choice, which is usually 1.
+        tail: part of the run at its end, in [0, 1], whose round ends are averaged; 0 for none. When the run ends, the
+            probe decides whether to move halfway from the last weights to that mean. By default the controller's choice
+            if it is possible: `Auto` takes a half in runs of at least 2,000 steps.
+            Costs a copy of the trained parameters and the followers in at least single precision. The probe gets 16
+            indices that no round has used.
         state: average the optimizer state of local gradients too. False: each replica keeps its own, which saves two
             thirds of the traffic with Adam; it is averaged once, when the run ends.
         followers: modules or tensors that follow the weights (EMA, SWA, fp32 masters), averaged with them.
@@ -95,16 +95,16 @@ class Averaging:
 
     @property
     def gain(self) -> float:
-        """How many times a round's weight change counts in the long run."""
+        """The number of times a round's weight change counts in the long run."""
         if isinstance(self.outer_step, Nesterov):
             return self.outer_step.lr / (1.0 - self.outer_step.momentum)
         return 1.0 if self.outer_step is None else self.outer_step
 
     @property
     def steps(self) -> bool:
-        """Whether there is an outer step other than the whole of a round's weight change."""
+        """Whether the outer step differs from a round's full weight change."""
         return self.outer_step not in (None, 1.0, Nesterov(1.0, 0.0))
 
     def told(self) -> dict[str, object]:
-        """What all replicas must be given alike, by name. Followers are compared tensor by tensor, and not here."""
+        """The options that must be equal on all replicas, by name. Followers are compared elsewhere, by tensor."""
         return {f"averaging.{option.name}": getattr(self, option.name) for option in fields(self) if option.compare}

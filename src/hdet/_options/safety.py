@@ -1,4 +1,4 @@
-"""What to do when something goes wrong: `Safety`, with `Rollback` and `Limits`."""
+"""How to handle failures: `Safety`, with `Rollback` and `Limits`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _AT_LEAST_ONE = Rule(lambda x: x >= 1, "be a factor of at least 1", "2.0")
 
 @dataclass(frozen=True)
 class Rollback:
-    """What to do when a run has diverged: put the best consensus back, and go on with lower learning rates.
+    """What to do when a run has diverged: restore the best consensus and continue with lower learning rates.
 
     Args:
-        window: steps that the loss is smoothed over; see `hdet.rollback`.
-        cut: what the scales of the learning rates are multiplied by.
-        most: rollbacks before the run is given up with an error.
-        every: steps between two snapshots, at least.
+        window: number of steps to smooth the loss over; see `docs/safety.md`.
+        cut: factor on the scales of the learning rates.
+        most: number of rollbacks before the run ends with an error.
+        every: minimum number of steps between two snapshots.
 
     >>> Rollback(most=0)
     Traceback (most recent call last):
@@ -39,13 +39,12 @@ class Rollback:
 
 @dataclass(frozen=True)
 class Limits:
-    """How far any controller may move a scale, whatever it has seen.
+    """How far any controller may move a scale.
 
-    Hyperparameters stay within their own bounds besides. What `find_lr` finds and what a rollback cuts is not bound
-    per round.
+    Hyperparameters also stay within their own bounds. The limit per round does not apply to `find_lr` and rollbacks.
 
     Args:
-        per_round: a scale changes at most by this factor in a round, up or down.
+        per_round: largest factor by which a scale changes in a round, up or down.
         overall: a scale stays between 1 / overall and overall.
 
     >>> Limits(per_round=2.0, overall=100.0).bounded(50.0, before=1.0)
@@ -60,7 +59,7 @@ class Limits:
         check_number("overall", self.overall, _AT_LEAST_ONE)
 
     def bounded(self, scale: float, before: float) -> float:
-        """`scale` within the limits, coming from `before`; one that is outside already may come back."""
+        """Clip `scale`, coming from `before`, to the limits; a scale that is already outside may move back."""
         scale = min(max(scale, before / self.per_round), before * self.per_round)
         if scale == before:
             return scale  # not moved
@@ -69,17 +68,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class Safety:
-    """What an ensemble does about numbers that are not finite, runs that diverge and replicas that are lost.
+    """How an ensemble handles numbers that are not finite, runs that diverge and replicas that are lost.
 
     Args:
-        guard: leave out what is not finite: a step whose gradient is not is skipped on all replicas alike, a replica
-            whose weights, optimizer state or score are not is left out of the average and given it. See docs/safety.md
-            for what that costs.
+        guard: leave out what is not finite. If a gradient is not finite, all replicas skip the step; a replica whose
+            weights, optimizer state or score are not finite is left out of the average and receives it. See
+            docs/safety.md for the cost.
         rollback: what to do when the run diverges: an `hdet.Rollback`, or True for `hdet.Rollback()`; None to do
             nothing. Needs the losses, and one small gather at the end of each round. Data and schedule do not rewind.
-        limits: how far any controller may move a scale, per round and overall: an `hdet.Limits`, which is there by
-            default.
-        atomic: a replica that is lost while the others average leaves their weights as they were. Costs a copy of them.
+        limits: how far any controller may move a scale, per round and overall; by default `hdet.Limits()`.
+        atomic: if a replica is lost during averaging, leave the others' weights unchanged. Costs a copy of the weights.
 
     >>> Safety(rollback=True).rollback
     Rollback(window=100, cut=0.25, most=5, every=100)
@@ -103,5 +101,5 @@ class Safety:
             raise TypeError(f"limits must be an hdet.Limits, got {self.limits!r}; write hdet.Limits(per_round=2.0)")
 
     def told(self) -> dict[str, object]:
-        """What all replicas must be given alike, by name."""
+        """The options that must be equal on all replicas, by name."""
         return {f"safety.{option.name}": getattr(self, option.name) for option in fields(self)}

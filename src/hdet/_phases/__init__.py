@@ -1,1 +1,1 @@
-"""What happens at the end of a round, one concern per file. `hdet._engine.assembly` has them in order."""
+"""The phases at the end of a round, one concern per file. `hdet._engine.assembly` lists them in order."""

@@ -1,4 +1,4 @@
-"""Agreement: nothing is averaged unless all replicas are at the same place, with the same options and schedule."""
+"""Agreement: replicas are averaged only if they are at the same step, with equal options and schedule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAME_ARGUMENTS = "give every replica the same arguments"
 
 
 class Agreement(Phase):
-    """Compares what all phases claim. Bases travel as their sum; only if it differs are they compared one by one."""
+    """Compares the claims of all phases. Bases are sent as a sum, and compared one by one only if the sums differ."""
 
     name = "agreement"
 

@@ -1,4 +1,4 @@
-"""Averaging: the replicas' tensors become their mean."""
+"""Averaging: replaces the replicas' tensors by their mean."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hdet._tensors import converge
 
 
 class Averaging(Phase):
-    """Averages the replicas that count; all of them get the result."""
+    """Averages the replicas that count; every replica gets the result."""
 
     name = "averaging"
 
@@ -37,7 +37,7 @@ class Averaging(Phase):
         self._run.made_equal()
 
     def finish(self, rnd: Round) -> None:
-        """Average what each replica has kept as its own: plain training with shared gradients may follow."""
+        """Average the state that each replica kept to itself: plain training with shared gradients may follow."""
         if self._run.settings.averaging.state:
             return
         state = self._run.tensors.own_state()
@@ -50,7 +50,7 @@ class Averaging(Phase):
 
     def _to_average(self) -> list[Tensor]:
         if self._run.settings.local:
-            self._run.tensors.fill_state()  # a replica all of whose steps were skipped has none yet
+            self._run.tensors.fill_state()  # a replica that skipped all its steps has none yet
         return self._run.tensors.to_average()
 
     def _average(self, tensors: Sequence[Tensor], of: Sequence[int] | None = None) -> None:

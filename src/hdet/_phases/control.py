@@ -1,4 +1,4 @@
-"""Control: the controller sees how the replicas did and moves the scales."""
+"""Control: the controller sees the replicas' results and moves the scales."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hdet.records.record import HyperparameterRecord
 
 
 class Control(Phase):
-    """Shows full rounds to the controller, and tells what was tried and decided of each hyperparameter."""
+    """Shows full rounds to the controller, and records the values and decisions for each hyperparameter."""
 
     name = "control"
 
@@ -31,7 +31,7 @@ class Control(Phase):
         }
 
     def resumed(self) -> None:
-        self._first.clear()  # where the round began is not known
+        self._first.clear()  # unknown after a resume
 
     def after(self, rnd: Round) -> None:
         self._steer(rnd, full=rnd.full and rnd.compares and not rnd.last)
@@ -54,7 +54,7 @@ class Control(Phase):
         self._run.steering.load_state_dict(state["controller"])
 
     def observe(self) -> dict[str, Observation]:
-        """What a controller is told of each hyperparameter."""
+        """The observation of each hyperparameter for the controller."""
         scales = self._run.scales
         return {h.name: self._observe(h, scales[h.name]) for h in self._run.settings.hyperparameters}
 
@@ -72,13 +72,13 @@ class Control(Phase):
             h.name: self._row(h, seen[h.name], rnd.scales[h.name], proposed[h.name])
             for h in run.settings.hyperparameters
         }
-        if rnd.ended and rnd.healthy:  # their schedules stand still: steer by those who go on
+        if rnd.ended and rnd.healthy:  # the schedules of ended replicas stand still: steer by the others
             numbers = torch.tensor(run.steering.numbers, dtype=torch.float64, device=rnd.device)
             run.replicas.broadcast(numbers, rnd.healthy[0])
             run.steering.numbers = numbers.tolist()
 
     def _row(self, h: Hyperparameter, seen: Observation, scale: float, proposed: float) -> HyperparameterRecord:
-        """What the record says of a hyperparameter that was trained at `scale`."""
+        """The record of a hyperparameter trained at `scale`."""
         run, coming = self._run, list(h.bases())
         used = run.values.used(h) or coming
         base = representative(used, coming)[0]

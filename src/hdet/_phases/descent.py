@@ -1,4 +1,4 @@
-"""Whether the losses fall: if not, the record says so, and a warning when it is first seen."""
+"""Descent: if the losses do not fall, the record says so, and a warning when that is first seen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hdet.records.trend import Descent, words
 
 
 class WatchDescent(Phase):
-    """Follows the losses. Nothing in the record of a run that does not learn says that its learning rate is right."""
+    """Follows the losses, so that the record of a run that does not learn never calls its learning rate right."""
 
     name = "descent"
 

@@ -1,4 +1,4 @@
-"""Local gradients: DDP shares none during the run; if something else shares them, the first step tells."""
+"""Local gradients: keeps DDP from sharing gradients; the first step shows if something else shares them."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ class GradientSharing(Phase):
 
     @contextmanager
     def sharing(self) -> Iterator[None]:
-        """Within it gradients are shared."""
+        """Share gradients within this context."""
         with self._switch.sharing(self._run.replicas.size):
             yield

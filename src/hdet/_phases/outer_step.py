@@ -2,12 +2,12 @@
 
     theta <- theta_0 + outer_step (mean_r theta_r - theta_0)
 
-An outer step of 1/2 every few steps forgives learning rates that are too high. Without fan-out and with shared
-gradients all replicas hold the same weights, so nothing is sent. `Nesterov` takes the way as a gradient instead, for
-local gradients and rounds of hundreds of steps.
+An outer step of 1/2 every few steps tolerates learning rates that are too high. Without fan-out and with shared
+gradients all replicas hold the same weights, so nothing is sent. `Nesterov` treats the weight change as a gradient
+instead, for local gradients and rounds of hundreds of steps.
 
-torch.optim.SGD does the same arithmetic, and a test compares the two. It is not used: it would need a third copy of
-the weights for its gradients, and would keep momenta of half precision beside weights of half precision.
+torch.optim.SGD does the same arithmetic, and a test compares the two. It is not used because it needs a third copy of
+the weights for its gradients and keeps half-precision momenta for half-precision weights.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hdet._run.run import Run
 
 
 class OuterStep:
-    """Remembers where a round began: a copy of the trained parameters, unless the weight change is applied whole.
+    """Keeps a copy of the trained parameters from the start of a round, unless the full weight change is applied.
 
     Args:
         given: fraction of a round's weight change to apply, or the outer optimizer; None for all of it.
 
     Attributes:
-        given: as it was.
+        given: the argument.
         amount: fraction of a round's weight change to apply.
         momentum: fraction of the earlier rounds' change to apply again.
     """
@@ -42,7 +42,7 @@ class OuterStep:
         self.amount, self.momentum = (given, 0.0) if isinstance(given, float) else (given.lr, given.momentum)
         self._parameters: list[Tensor] = []
         self._start: list[Tensor] = []
-        self._owners: list[Tensor] = []  # whose momenta these are
+        self._owners: list[Tensor] = []  # the parameters that the momenta belong to
         self._momenta: list[Tensor] = []
 
     @property
@@ -52,8 +52,8 @@ class OuterStep:
 
     @torch.no_grad()
     def begin(self, parameters: Sequence[Tensor]) -> None:
-        """Remember where the round begins; copies into the last round's memory where it fits."""
-        if not self.active or not parameters:  # a rank may hold no part of what is trained
+        """Copy the parameters at the start of a round, into the last round's memory if it fits."""
+        if not self.active or not parameters:  # a rank may hold no trained part
             return
         self._parameters = list(parameters)
         if _layout(self._start) == [(p.shape, self._dtype(p), p.device) for p in parameters]:
@@ -65,10 +65,10 @@ class OuterStep:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Take the outer step from where the round began to where it has led, in place."""
+        """Apply the outer step from the round's start towards its end, in place."""
         parameters, self._parameters = self._parameters, []
         if parameters and self.momentum:
-            torch._foreach_sub_(self._start, parameters)  # the gradient, in its place: the start is copied anew
+            torch._foreach_sub_(self._start, parameters)  # becomes the gradient: the start is copied again anyway
             torch._foreach_mul_(self._momenta, self.momentum)
             torch._foreach_add_(self._momenta, self._start)
             torch._foreach_mul_(self._start, 1.0 - self.amount)
@@ -78,27 +78,27 @@ class OuterStep:
             torch._foreach_lerp_(parameters, self._start, 1.0 - self.amount)
 
     def forget(self) -> None:
-        """This round's step is taken whole."""
+        """Apply the full weight change of this round."""
         self._parameters = []
 
     def reset(self) -> None:
-        """Begin anew: this round's step is taken whole, and the rounds before it do not count."""
+        """Start over: apply this round's full weight change and forget earlier rounds."""
         self.forget()
         self._owners, self._momenta = [], []
 
     def check_join(self, diverges: bool) -> None:
-        """Raise if a replica whose data have ended would lose track of the momenta.
+        """Raise if a replica whose data have ended would get other momenta.
 
-        Without fan-out it gets the others' weights from torch's join, at the end of the loop only.
+        Without fan-out it gets the others' weights only at the end of the loop, from torch's join.
         """
         if self.momentum and not diverges:
             raise ValueError(
-                f"join() cannot be used with outer_step={self.given} where all replicas hold the same weights: one "
+                f"join() cannot be used with outer_step={self.given} if all replicas hold the same weights: one "
                 'whose data have ended would have other momenta; use gradients="local", or outer_step without momentum'
             )
 
     def state_dict(self, begun: bool) -> dict[str, list[Tensor]]:
-        """Where this round began, if it has `begun` and that is known, and the momenta. The same on all replicas."""
+        """The weights at the round's start, if it has `begun` and they are known, and the momenta. Equal everywhere."""
         state = {}
         if begun and self._parameters:
             state["start"] = [t.clone() for t in self._start]
@@ -107,7 +107,7 @@ class OuterStep:
         return state
 
     def check_state(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Raise if `load_state_dict` could not go on from this.
+        """Raise if `load_state_dict` cannot use this state.
 
         Raises:
             ValueError: if it was saved for other parameters.
@@ -120,7 +120,7 @@ class OuterStep:
                 )
 
     def load_state_dict(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        """Go on from `state_dict()`, which `check_state()` has passed."""
+        """Resume from `state_dict()`, after `check_state()`."""
         start, momenta = state.get("start", []), state.get("momenta", [])
         self.reset()
         if momenta and self.momentum:
@@ -131,8 +131,8 @@ class OuterStep:
             torch._foreach_copy_(self._start, list(start))
 
     def _own(self, parameters: Sequence[Tensor]) -> None:
-        """Have a momentum for each parameter: those that were not trained in the last round begin with 0."""
-        owners = [p if p._base is None else p._base for p in parameters]  # views of expanded ones are made anew
+        """Keep a momentum for each parameter; parameters not trained in the last round start from 0."""
+        owners = [p if p._base is None else p._base for p in parameters]  # views of expanded tensors are new objects
         if len(owners) == len(self._owners) and all(a is b for a, b in zip(owners, self._owners, strict=True)):
             return
         known = {id(owner): momentum for owner, momentum in zip(self._owners, self._momenta, strict=True)}
@@ -143,7 +143,7 @@ class OuterStep:
         self._owners = owners
 
     def _dtype(self, p: Tensor) -> torch.dtype:
-        """Momenta of half precision would lose what they add up."""
+        """At least single precision: half precision would lose small contributions."""
         return torch.float32 if self.momentum and p.dtype in (torch.float16, torch.bfloat16) else p.dtype
 
 
@@ -152,7 +152,7 @@ def _layout(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype, to
 
 
 class TakeOuterStep(Phase):
-    """Applies a part of each round's weight change, but the last round's whole."""
+    """Applies a fraction of each round's weight change, and all of the last round's."""
 
     name = "outer step"
 
@@ -165,7 +165,7 @@ class TakeOuterStep(Phase):
         return self.outer.active
 
     def begin(self) -> None:
-        if not self._run.at.noisy:  # noisy replicas did not begin from one place
+        if not self._run.at.noisy:  # noisy replicas did not start from the same weights
             self.outer.begin(self._run.tensors.parameters())
 
     def after(self, rnd: Round) -> None:

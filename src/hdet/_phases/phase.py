@@ -1,4 +1,4 @@
-"""The end of a round: `Round` is what the phases work on, `Phase` says what each of them may do."""
+"""The end of a round: `Round` is the phases' shared data, `Phase` their interface."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from hdet._replicas.claims import Claim
 
 State = dict[str, Any]
 Call = Literal["the end of a round", "ensemble.converge()", "ensemble.finish()", "ensemble.consensus()"]
-"""What has brought a replica to where all are compared."""
+"""The call that brought a replica to the comparison."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Round:
-    """One round that ends. A phase leaves here what later phases need.
+    """One round at its end. Phases store here what later phases need.
 
     Attributes:
-        call: what ended it.
-        number, step, steps: of the round, of the run, and how many this round has.
+        call: the call that ended the round.
+        number, step, steps: the round's number, the run's step, and the steps in this round.
         full: whether the round has all its steps.
         last: whether the run ends with it.
-        compares: whether the replicas gather what they tell; if not, each goes by what it knows.
+        compares: whether the replicas gather their numbers; if not, each uses its own.
         explores: whether the replicas tried different values.
-        device: where what is told lives until it is gathered.
-        replicas: how many there are.
-        began: when the round began to end, by `time.perf_counter()`.
+        device: device of the numbers until they are gathered.
+        replicas: number of replicas.
+        began: when the end of the round started, by `time.perf_counter()`.
 
-        recorded: whether somebody takes the record (recording).
+        recorded: whether any sink takes the record (recording).
         gone: this replica's data have ended (uneven data).
         ended: the replicas whose data have ended (uneven data).
-        tensors: what is averaged (averaging, unless whoever compares the replicas has said).
+        tensors: the tensors to average (averaging, unless already set by the caller that compares the replicas).
         given: whether every replica was given a loss (scores).
         all_scores: the replicas' mean training losses (scores).
-        scores: the same, NaN for those that do not count (scores, then guard).
-        probe: their losses on the probe (scores, then guard).
-        start: the loss on it of the weights that the round began with (scores).
-        early, first: the mean of the round's first losses, and of the run's first step (scores).
-        loss, loss_steps: where nothing is gathered, this replica's own loss and how many steps it covers (scores).
-        probe_seconds_at_end: time on the probe since the round has ended (scores).
+        scores: the same, NaN for replicas that do not count (scores, then guard).
+        probe: the replicas' losses on the probe (scores, then guard).
+        start: probe loss of the weights at the start of the round (scores).
+        early, first: mean of the round's first losses, and of the run's first step (scores).
+        loss, loss_steps: if nothing is gathered, this replica's own loss and the steps that it covers (scores).
+        probe_seconds_at_end: time spent on the probe since the round ended (scores).
         score_probe: returns the loss of weights that all replicas hold, on the probe of a number (scores).
         healthy, sick: the replicas that count, and those that are not finite (guard).
         lost: why no replica counts, if none does (guard).
-        losses: what the run is judged by: nothing if nobody trained or no loss was given (guard).
-        alarm: why the run goes back to its best weights (rollback).
-        cut: what the learning rates are multiplied by then (rollback).
-        scales: those that the round was trained with, by hyperparameter (control).
+        losses: the losses that the run is judged by; empty if no replica trained or no loss was given (guard).
+        alarm: why the run returns to its best weights (rollback).
+        cut: factor on the learning rates in that case (rollback).
+        scales: the scales used in the round, by hyperparameter (control).
         record: fields of the round's `RoundRecord`, from every phase.
-        events: what to tell in words, from every phase.
+        events: events in words, from every phase.
     """
 
     call: Call
@@ -107,19 +107,19 @@ class Round:
         return [rank for rank in range(self.replicas) if rank not in self.ended]
 
     def claim(self, *claims: Claim) -> None:
-        """Tell what must be the same on all replicas."""
+        """Add values that must be equal on all replicas."""
         self.claims += claims
 
     def tell(self, name: str, numbers: Tensor | Sequence[float]) -> None:
-        """Tell the other replicas some numbers: always as many under one name, on every replica."""
+        """Send numbers to the other replicas: under one name always the same count, on every replica."""
         self._told[name] = torch.as_tensor(numbers, dtype=torch.float64).to(self.device)
 
     def heard(self, name: str) -> list[list[float]]:
-        """What all replicas have told under that name, a row each."""
+        """The numbers that all replicas sent under that name, one row each."""
         return self._heard[name]
 
     def gather(self, gather: Callable[[Tensor], Sequence[Sequence[float]]]) -> None:
-        """Exchange all that was told. One collective."""
+        """Exchange all numbers, in one collective."""
         self.tell(_CLAIMS, [claim.value for claim in self.claims])
         table = gather(torch.cat(list(self._told.values())))
         at = 0
@@ -137,13 +137,13 @@ _CLAIMS = "claims"
 
 
 class Phase:
-    """One concern at the end of a round, with all its code in one file. Each method may be left out.
+    """One concern at the end of a round, with all its code in one file. Every method is optional.
 
-    The phases of an ensemble are in one list (`hdet._engine.assembly`), and each method is called for all of them in
-    that order before the next method is called for any. What one phase leaves for the next is a field of the `Round`.
+    The phases of an ensemble form one list (`hdet._engine.assembly`). Each method runs for all of them in that order
+    before the next method runs for any. Phases pass data on through fields of the `Round`.
 
     Attributes:
-        name: what its numbers and its state are called; of its own.
+        name: unique name of its numbers and its state.
         holds_weights: whether its state has weights, which are the same on all replicas even in mid-round.
     """
 
@@ -162,7 +162,7 @@ class Phase:
         """Optimizer steps were counted."""
 
     def ends_round(self) -> bool:
-        """Whether the round is to end now, before it is full: the same on all replicas."""
+        """Whether the round must end now, before it is full: the same on all replicas."""
         return False
 
     def begin(self) -> None:
@@ -171,28 +171,28 @@ class Phase:
     # When it ends
 
     def prepare(self, rnd: Round) -> None:
-        """Put in order what the round has left."""
+        """Prepare this replica's state for the comparison."""
 
     def tell(self, rnd: Round) -> None:
-        """Say what the other replicas must know: `rnd.tell()`, `rnd.claim()`."""
+        """Send what the other replicas need: `rnd.tell()`, `rnd.claim()`."""
 
     def hear(self, rnd: Round) -> None:
-        """Read what all have told: `rnd.heard()`. Changes nothing but the round; `consensus()` calls it too."""
+        """Read the gathered numbers: `rnd.heard()`. Changes only the round; `consensus()` calls it too."""
 
     def decide(self, rnd: Round) -> None:
         """Judge the round; may set `rnd.alarm`, the same on all replicas."""
 
     def after(self, rnd: Round) -> None:
-        """Do what is to be done. May be collective."""
+        """Act on the decision. May be collective."""
 
     def undone(self, rnd: Round) -> None:
-        """The same where there is an alarm: the round does not count, and the run goes back."""
+        """Called instead of `after()` if there is an alarm: the round does not count, and the run rolls back."""
 
     def finish(self, rnd: Round) -> None:
         """The run ends with this round."""
 
     def dealt(self, first: bool) -> None:
-        """A new round is dealt, the run's `first` one right before its first step."""
+        """A new round is dealt; the run's `first` one right before its first step."""
 
     def ended(self, rnd: Round) -> None:
         """The round is over, and the next one is dealt."""
@@ -200,32 +200,32 @@ class Phase:
     # Beside the rounds
 
     def join(self) -> None:
-        """Data may end at different steps from now on: raise if that cannot be."""
+        """Data may end at different steps from now on: raise if that is impossible."""
 
     def release(self) -> None:
-        """The ensemble is closed: leave nothing behind."""
+        """The ensemble is closed: remove hooks and free memory."""
 
     # What is saved
 
     def state_dict(self) -> State:
-        """What cannot be recomputed."""
+        """The state that cannot be recomputed."""
         return {}
 
     def own_state_dict(self) -> State:
-        """The same of what is this replica's own, even while all replicas hold the same weights."""
+        """The state that differs between replicas even if all hold the same weights."""
         return {}
 
     def check_state(self, state: State) -> None:
-        """Raise if `load_state_dict()` could not go on from this."""
+        """Raise if `load_state_dict()` cannot use this state."""
 
     def load_state_dict(self, state: State, own: State) -> None:
-        """Go on from `state_dict()` and `own_state_dict()`; each is empty where nothing was saved."""
+        """Resume from `state_dict()` and `own_state_dict()`; each is empty if nothing was saved."""
 
     def resumed(self) -> None:
-        """The run is at another step now: every part has loaded its state, or begun anew."""
+        """The run is at another step now, and every part has loaded its state or started over."""
 
     def weights_loaded(self) -> None:
-        """A module was given other weights."""
+        """A module has loaded other weights."""
 
     def reset(self) -> None:
-        """Begin anew, at whatever step the run is."""
+        """Start over, whatever step the run is at."""

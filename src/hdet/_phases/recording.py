@@ -1,4 +1,4 @@
-"""Recording: what the other phases have left becomes one `RoundRecord`, given to whoever takes it."""
+"""Recording: collects the other phases' results in one `RoundRecord` for the sinks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hdet.records.record import RoundRecord, SearchRecord
 
 
 class Recording(Phase):
-    """Calls the sinks once a round is over: last of all, so that one that raises leaves no round half ended."""
+    """Calls the sinks after everything else, so that a sink that raises leaves no round half ended."""
 
     name = "recording"
 
@@ -48,7 +48,7 @@ class Recording(Phase):
                 call(record)
 
     def _first_events(self, rnd: Round) -> list[str]:
-        """What to tell in the first round: what the controller has picked and why, and what the search has found."""
+        """The events of the first round: the controller's choices and reasons, and the search's result."""
         if rnd.number:
             return []
         why = [f"{name}: {text}" for name, text in self._run.settings.plan.why.items()]
@@ -56,7 +56,7 @@ class Recording(Phase):
 
 
 def search_record(found: FoundRate) -> SearchRecord:
-    """What a record says of a search."""
+    """The record of a search."""
     return SearchRecord(
         rate=found.rate,
         start=found.rate / found.scale,

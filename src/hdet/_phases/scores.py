@@ -17,7 +17,7 @@ from hdet._tensors import converge
 
 
 class Scores(Phase):
-    """Adds up this replica's losses, scores its weights, and reads what all have told."""
+    """Sums this replica's losses, scores its weights, and reads all replicas' results."""
 
     name = "scores"
 
@@ -34,7 +34,7 @@ class Scores(Phase):
         return self._judge.score
 
     def check_loss(self, loss: Loss | None) -> Tensor | float | None:
-        """The loss as it is added up; raises for one that cannot be, or where one is missing. Changes nothing."""
+        """Validate the loss and return it as added up; raises if it is invalid or missing. Changes nothing."""
         if loss is not None:
             return as_loss(loss)
         given, at = self._run.settings, self._run.at
@@ -62,7 +62,7 @@ class Scores(Phase):
     def begin(self) -> None:
         at = self._run.at
         if self._judge.probes and self._run.rounds.explores and at.round > 0 and not at.cut:
-            with self._run.values.at_center():  # round 0 is left out: noisy copies of a checkpoint may begin it
+            with self._run.values.at_center():  # not in round 0, which may start from noisy copies of a checkpoint
                 self._judge.begin(at.round, self._run.replicas)
 
     def tell(self, rnd: Round) -> None:

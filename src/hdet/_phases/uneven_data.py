@@ -1,4 +1,4 @@
-"""Uneven data: a replica whose data have ended goes along with the others, and is left out of the averages."""
+"""Uneven data: a replica whose data have ended follows the others and is left out of the averages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hdet._run.run import Data, Run
 
 
 class UnevenData(Phase):
-    """Who has no more data, and which step the others are at."""
+    """Tracks which replicas are out of data, and the step of the others."""
 
     name = "uneven data"
 
@@ -30,7 +30,7 @@ class UnevenData(Phase):
         self._stepped_at = 0.0
 
     def step(self, loss: Loss | None) -> None:
-        if self._run.data is not Data.EVEN:  # this replica waits for the others from now on
+        if self._run.data is not Data.EVEN:  # from now on this replica waits for the others
             self._stepped_at = time.monotonic()
 
     def tell(self, rnd: Round) -> None:
@@ -64,7 +64,7 @@ class UnevenData(Phase):
 
     @contextmanager
     def within(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Around the loop over `model`. An error in a collective becomes one that says who is missing."""
+        """Wrap the loop over `model`. An error in a collective becomes one that names the missing replicas."""
         self._run.data = Data.UNEVEN
         self.step(None)
         try:
@@ -86,7 +86,7 @@ class _Follow(JoinHook):
 
 
 class _Follower(Joinable):
-    """Calls `follow` for each step that others take after this replica's data have ended."""
+    """Calls `follow` for each step that the others take after this replica's data have ended."""
 
     def __init__(self, follow: Callable[[], None], device: torch.device, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -106,9 +106,9 @@ class _Follower(Joinable):
 
 @contextmanager
 def joined(model: nn.Module | None, follow: Callable[[], None]) -> Iterator[None]:
-    """torch's join context for a model whose gradients are shared: DDP goes along, then `follow` is called.
+    """torch's join context for a model with shared gradients: DDP shadows the others, then `follow` is called.
 
-    Nothing for replicas in one process, which see when one of them has returned.
+    Does nothing for replicas in one process, which notice when one of them has returned.
 
     Raises:
         ValueError: if there is no DistributedDataParallel in the model.
@@ -120,7 +120,7 @@ def joined(model: nn.Module | None, follow: Callable[[], None]) -> Iterator[None
     wrapped = wrappers(model)
     if len(wrapped) != 1:
         raise ValueError(
-            "join() needs model=, wrapped in DistributedDataParallel, to go along with its shared gradients; give it "
+            "join() needs model=, wrapped in DistributedDataParallel, to take part in its shared gradients; give it "
             'to the ensemble, or use gradients="local"'
         )
     ddp = wrapped[0]
@@ -128,10 +128,10 @@ def joined(model: nn.Module | None, follow: Callable[[], None]) -> Iterator[None
         with Join([ddp, _Follower(follow, ddp.join_device, ddp.join_process_group)]):
             yield
     finally:
-        # or each later step would count who is left
+        # otherwise each later step would count the remaining replicas
         ddp._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
 
 
 def wrappers(model: nn.Module | None) -> list[DistributedDataParallel]:
-    """Those in a model that share its gradients."""
+    """The DDP wrappers in a model that share its gradients."""
     return [] if model is None else [m for m in model.modules() if isinstance(m, DistributedDataParallel)]

@@ -1,4 +1,4 @@
-"""A batch as bytes, to give one replica's data to the others without pickles, and how many samples it has.
+"""Batches as bytes, to send one replica's data to the others without pickles, and their number of samples.
 
 A batch is a tensor, or tuples, lists and dicts of tensors and plain values (numbers, strings, None) to any depth.
 """
@@ -35,7 +35,7 @@ def count_samples(batch: Any) -> int:
 
 
 def plain(batches: list[Any]) -> list[Any]:
-    """The batches as they would come to another replica, with the same tensors in them.
+    """The batches as they would arrive at another replica, with the same tensors in them.
 
     Raises:
         TypeError: for a part that is no tensor, tuple, list, dict or plain value.
@@ -57,7 +57,7 @@ def pack(batches: list[Any]) -> tuple[bytes, Tensor]:
 
 
 def unpack(header: bytes, content: Tensor, device: torch.device) -> list[Any]:
-    """The batches that `pack` was given. What was not in the main memory comes to `device`.
+    """The inverse of `pack`. Tensors that were not in main memory are moved to `device`.
 
     >>> unpack(*pack([{"x": (torch.ones(2), "name")}]), torch.device("cpu"))
     [{'x': (tensor([1., 1.]), 'name')}]

@@ -1,4 +1,4 @@
-"""Where a probe's samples come from: a data set, a function, or an iterable that one replica reads for all."""
+"""Sources of a probe's samples: a data set, a function, or an iterable that one replica reads for all."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _Load = Callable[[], tuple[Any, int]]
 
 
 def counter_seed(seed: int, index: int, number: int, use: str) -> int:
-    """What a generator starts from: a function of its arguments alone."""
+    """The seed of a generator, as a function of the arguments alone."""
     counter = f"probe/{seed}/{index}/{number}/{use}".encode()
     return int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "big") >> 1
 
 
 class Chunk:
-    """A batch and its number of samples, loaded when it is first needed; on another replica it may never be."""
+    """A batch and its number of samples, loaded on first use, which may never happen on another replica."""
 
     def __init__(self, load: _Load) -> None:
         self._load: _Load | None = load
@@ -48,7 +48,7 @@ class Source(Protocol):
 
     Attributes:
         repeats: the same index gives the same samples again, in another process too.
-        samples: how many there are to draw from; None if that is not known.
+        samples: the number of samples to draw from; None if unknown.
     """
 
     repeats: bool
@@ -116,7 +116,7 @@ class _Stream:
                 found.close()
 
     def _exchange(self, index: int, replicas: Replicas, device: torch.device) -> list[Any]:
-        """Also what goes wrong on the first replica goes to all of them, which would wait for ever otherwise."""
+        """Send the first replica's batches to all, or its error: otherwise they would wait forever."""
         header, content, cause = b"", torch.empty(0, dtype=torch.uint8), None
         if replicas.rank == 0:
             try:

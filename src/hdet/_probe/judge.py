@@ -1,4 +1,4 @@
-"""What the replicas of a round are judged by: their mean training losses, and a probe where there is one."""
+"""The losses that replicas are judged by in a round: their mean training losses, and the probe's if there is one."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Judged(NamedTuple):
     """One round, the same on every replica.
 
     Attributes:
-        scores: the replicas' mean training losses; NaN where no loss was given.
-        probe: the loss of each replica's last weights on the round's probe; None without one.
-        start: the loss of the weights that the round began with on it; None if it was not measured.
+        scores: mean training loss of each replica; NaN if no loss was given.
+        probe: loss of each replica's last weights on the round's probe; None without a probe.
+        start: probe loss of the weights at the start of the round; None if not measured.
         given: whether every replica was given a loss in this round.
-        early: the mean of the round's first losses, of those replicas that have marked it; None if nobody has.
-        first: the same of the run's first step.
+        early: mean of the round's first losses, over the replicas that marked it; None if none did.
+        first: mean loss of the run's first step, likewise.
     """
 
     scores: tuple[float, ...]
@@ -40,17 +40,17 @@ class Judged(NamedTuple):
 
 
 class Judge:
-    """Adds up this replica's losses, scores its weights, and reads what all replicas have gathered.
+    """Sums this replica's losses, scores its weights, and reads the gathered numbers of all replicas.
 
     Args:
-        probe: a `Probe`, a callable that is given a number and returns the loss of the current weights on data that
+        probe: a `Probe`, a callable that takes a number and returns the loss of the current weights on data that
             depend on the number alone, or None.
         model: the model, for a `Probe`.
 
     Attributes:
         score: the mean training loss of the round so far.
-        seconds: spent on the probe in this round, on this replica.
-        seconds_at_end: of these, spent at its end.
+        seconds: time spent on the probe in this round, on this replica.
+        seconds_at_end: the part of it spent at the round's end.
     """
 
     def __init__(self, probe: AnyProbe | None, model: nn.Module | None) -> None:
@@ -66,7 +66,7 @@ class Judge:
         return self._probe is not None
 
     def begin(self, index: int, replicas: Replicas) -> None:
-        """Score the weights that the round begins with, which all replicas hold: each one its share of the data."""
+        """Score the weights at the start of the round, which all replicas hold: each scores its share of the data."""
         began = self._now()
         if isinstance(self._probe, Probe) and self._model is not None:
             self._start = self._probe.share(self._model, index, replicas)
@@ -76,7 +76,7 @@ class Judge:
         self.seconds += self._now() - began
 
     def end(self, index: int, full: bool, replicas: Replicas, device: torch.device) -> Tensor:
-        """This replica's numbers for the others, a float64 vector on `device`; scores the weights of a full round."""
+        """Score the weights after a full round; return this replica's numbers, a float64 vector on `device`."""
         began = self._now()
         vector = torch.full((_NUMBERS,), math.nan, dtype=torch.float64, device=device)
         vector[0] = self.score.mean(device)
@@ -94,9 +94,9 @@ class Judge:
         return vector
 
     def loss(self, index: int, replicas: Replicas, device: torch.device) -> float:
-        """The loss of weights that all replicas hold on probe `index`: each one scores its share. Collective.
+        """The loss of weights that all replicas hold on probe `index`: each scores its share. Collective.
 
-        Where the probe of a whole replica raises, the loss is NaN, with a warning: the run goes on.
+        If the probe of an unsharded replica raises, the loss is NaN, with a warning, and the run continues.
         """
         try:
             self.begin(index, replicas)
@@ -111,7 +111,7 @@ class Judge:
         return sum(row[0] for row in table) / sum(row[1] for row in table)
 
     def read(self, table: Sequence[Sequence[float]], full: bool) -> Judged:
-        """What the gathered numbers say."""
+        """Read the gathered numbers."""
         scores = tuple(row[0] for row in table)
         given = all(row[4] > 0 for row in table)
         early, first = _known([row[5] for row in table]), _known([row[6] for row in table])
@@ -128,7 +128,7 @@ class Judge:
         self.seconds = self.seconds_at_end = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured so far in this round."""
+        """The measurements of this round so far."""
         start = None if self._start is None else self._start.tolist()
         return {**self.score.state_dict(), "start": start}
 
@@ -143,7 +143,7 @@ class Judge:
             self._start = None
 
     def _now(self) -> float:
-        """The time. With a probe after a GPU has done what was asked of it, or its work would count for another's."""
+        """The time; with a probe, after a GPU has finished its queue, so that earlier work is not charged to it."""
         if self.probes and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
         return time.perf_counter()

@@ -25,31 +25,31 @@ _WRITE = "write for example Probe(data, lambda model, batch: cross_entropy(model
 class Probe:
     """Some samples, the same on every replica, and their mean loss at a replica's weights.
 
-    Probe `index` consists of chunks c of n_c samples; its score is sum_c n_c loss_c / sum_c n_c. Scored under
-    `no_grad` and the caller's autocast, with dropout off and norms on the statistics of the chunk: the loss at these
-    very weights, whatever running statistics a replica has. Random numbers that the data or the loss draw are a
-    function of (seed, index, chunk). Afterwards random generators, buffers, gradients and modes are as before.
+    Probe `index` consists of chunks c of n_c samples; its score is sum_c n_c loss_c / sum_c n_c. Scoring runs under
+    `no_grad` and the caller's autocast, with dropout off and norms on the statistics of the chunk, so the score depends
+    only on the weights and not on a replica's running statistics. Random numbers in the data or the loss are a function
+    of (seed, index, chunk). Afterwards random generators, buffers, gradients and modes are as before.
 
     Args:
-        data: a data set with `__len__` and `__getitem__`, from which `size` samples are drawn anew for each index; or
-            a function `data(index)` that gives a list of batches, the same on every replica; or an iterable of
-            batches, such as a DataLoader. Of that the first replica takes the next `batches` for each new index, and
-            gives them to the others (tensors in tuples, lists and dicts); from its end, and after a resume, it starts
-            again. A list is a data set of samples; with `batches=` it has batches. Make one probe per replica.
+        data: a data set with `__len__` and `__getitem__`, from which each index draws `size` samples; or a function
+            `data(index)` that returns a list of batches, the same on every replica; or an iterable of batches, such as
+            a DataLoader. From an iterable the first replica takes the next `batches` for each new index and sends them
+            to the others (tensors in tuples, lists and dicts); it restarts at its end and after a resume. A list is a
+            data set of samples; with `batches=` it contains batches. Make one probe per replica.
         loss_fn: `loss_fn(model, batch)`, the mean loss of a batch. It gets the module inside DDP and torch.compile,
-            whose forward sends nothing, and moves the batch to the device as training does.
-        size: samples in a probe, of a data set; by default 1024, or all if there are fewer. About four global
+            whose forward sends nothing, and must move the batch to the device as training does.
+        size: samples in a probe, for a data set; by default 1024, or all if there are fewer. About four global
             batches are enough to find a learning rate.
-        chunk: the most samples in a forward pass, of a data set; by default an eighth of the probe.
-        batches: batches in a probe, of an iterable; by default 4.
-        seed: what the samples are drawn from, with the index.
-        held_out: whether the data are kept out of training. Regularisers must be judged by such data.
-        collate_fn: makes a batch of a list of samples, of a data set; by default torch's.
+        chunk: most samples in a forward pass, for a data set; by default an eighth of the probe.
+        batches: batches in a probe, for an iterable; by default 4.
+        seed: seed of the draw, together with the index.
+        held_out: whether the data are kept out of training. Regularisers must be judged on such data.
+        collate_fn: makes a batch from a list of samples, for a data set; by default torch's.
 
     Attributes:
-        held_out: as given.
-        samples: scored so far, on this replica.
-        seconds: spent so far by this replica, on the host's clock.
+        held_out: the argument.
+        samples: number of samples scored so far, on this replica.
+        seconds: time spent so far by this replica, on the host's clock.
 
     Raises:
         TypeError, ValueError: for an argument that cannot work.
@@ -93,7 +93,7 @@ class Probe:
 
     @property
     def repeats(self) -> bool:
-        """Whether an index gives the same samples again, after a resume too; an iterable begins anew."""
+        """Whether an index gives the same samples again, after a resume too; an iterable starts over."""
         return self._source.repeats
 
     def score(self, model: nn.Module, index: int, replicas: Replicas | None = None) -> Tensor:
@@ -113,7 +113,7 @@ class Probe:
         return self._add_up(model, index, replicas, replicas.rank, replicas.size)
 
     def sums(self, model: nn.Module, index: int) -> Tensor:
-        """(sum of n_c loss_c, sum of n_c) of all chunks, of a probe whose samples are this replica's own."""
+        """(sum of n_c loss_c, sum of n_c) over all chunks, for a probe with this replica's own samples."""
         return self._add_up(model, index, None, 0, 1)
 
     @torch.no_grad()
@@ -156,7 +156,7 @@ class Probe:
 
 
 def check_loss_fn(loss_fn: object) -> None:
-    """Raise for what is no function of a model and a batch: a loss of outputs and targets is the likeliest mistake."""
+    """Raise unless it is a function of a model and a batch; the likeliest mistake is a loss of outputs and targets."""
     must = "loss_fn must be a function of (model, batch)"
     if not callable(loss_fn):
         raise TypeError(f"{must}, got {loss_fn!r}; {_WRITE}")

@@ -1,4 +1,4 @@
-"""What a replica is judged by: its mean loss over a round, added up on the device without waiting for it."""
+"""A replica's mean loss over a round, summed on the device without waiting for it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Score:
         self._first: tuple[Tensor | float, int] | None = None
 
     def add(self, loss: Tensor | float) -> None:
-        """Add one loss, as `as_loss` returns it, and keep nothing of it. No collective, no host read."""
+        """Add one loss, as returned by `as_loss`, without keeping the tensor. No collective, no host read."""
         total = self._total
         self._count += 1
         if not isinstance(total, Tensor):
@@ -75,7 +75,7 @@ class Score:
 
     @property
     def count(self) -> int:
-        """How many losses were added."""
+        """The number of losses added."""
         return self._count
 
     def mean(self, device: torch.device) -> Tensor:
@@ -85,7 +85,7 @@ class Score:
         return torch.as_tensor(self._total, dtype=torch.float64, device=device) / self._count
 
     def early_mean(self, device: torch.device) -> Tensor:
-        """What it was when it was marked; NaN if it was not."""
+        """The mean when it was marked; NaN if it was not."""
         return _mean(self._early, device)
 
     def first_mean(self, device: torch.device) -> Tensor:
@@ -97,7 +97,7 @@ class Score:
         self._total, self._count, self._early, self._first = 0.0, 0, None, None
 
     def include(self, other: Score) -> None:
-        """Add what another one has. No host read."""
+        """Add the losses of another score. No host read."""
         if other._count:
             self.add(other._total)
             self._count += other._count - 1
@@ -116,15 +116,15 @@ class Score:
         return self._total.device if isinstance(self._total, Tensor) else torch.device("cpu")
 
     def state_dict(self) -> dict[str, Any]:
-        """What was added so far in this round, to the last bit."""
+        """The sums of this round so far, exactly."""
         return {"total": _copy(self._total), "count": self._count, **self.first_losses()}
 
     def first_losses(self) -> dict[str, Any]:
-        """Of these the means of the first steps."""
+        """Only the means of the first steps."""
         return {"early": _kept(self._early), "first": _kept(self._first)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`, or from `first_losses()`."""
+        """Resume from `state_dict()`, or from `first_losses()`."""
         total = state.get("total", 0.0)
         self._total = total.clone() if isinstance(total, Tensor) else float(total)
         self._count = cast(int, state.get("count", 0))
@@ -146,10 +146,10 @@ def typical(losses: Sequence[float]) -> float:
 
 
 class OwnLoss:
-    """This replica's own mean loss where replicas gather nothing. Waits for a device now and then only.
+    """This replica's own mean loss if replicas gather nothing. Waits for a device only now and then.
 
     Attributes:
-        steps: what the mean that was read last is of.
+        steps: number of steps behind the last mean.
     """
 
     def __init__(self) -> None:
@@ -158,12 +158,12 @@ class OwnLoss:
         self._read_at = -math.inf
 
     def read(self, score: Score, steps: int, *, now: bool = False, seldom: bool = False) -> float | None:
-        """The mean since the last that was read, `score` included; None if there is no loss, or the time has not come.
+        """The mean since the last read, including `score`; None if there is no loss or it is too early to wait again.
 
         Args:
-            score: of the round that has ended.
-            steps: of that round.
-            now: read it even if that means to wait.
+            score: score of the round that has ended.
+            steps: steps of that round.
+            now: read it even if that blocks.
             seldom: wait for a device less often.
         """
         kept = self._kept

@@ -1,4 +1,4 @@
-"""Who the replicas are: the ranks of a process group, parts of a device mesh, or threads of one process.
+"""The replicas: ranks of a process group, parts of a device mesh, or threads of one process.
 
 Nothing else in the library issues collectives.
 """

@@ -1,7 +1,7 @@
-"""Agreement before the first step: a call that fails on one replica, or differs on one, fails alike on all of them.
+"""Agreement before the first step: a call that fails or differs on one replica fails with the same error on all.
 
-Every replica runs its own part of the call first. Then all show each other, through the store and not by a collective,
-the error that they met or a hash of what they were given, and what that is only if the hashes differ.
+Every replica first runs its own part of the call. Then all exchange, through the store and not by a collective, their
+error or a hash of their arguments, and the arguments themselves only if the hashes differ.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _open = threading.local()
 
 
 class Agreement:
-    """A block of code that succeeds on all replicas or on none, and only where they were given the same.
+    """A block of code that succeeds on all replicas or on none, and only if their arguments are equal.
 
-    Blocks within it belong to it: all meet once, at its end. What must be the same is said by `claim`, within it.
+    Nested blocks belong to it: replicas meet once, at its end. `claim` within it adds values that must be equal.
 
     Args:
-        call: what is called, as the user knows it.
+        call: the call, as the user knows it.
         where: the replicas, a process group or a device mesh; all ranks for anything else.
     """
 
@@ -66,7 +66,7 @@ class Agreement:
 
 
 def claim(claims: Claims, undo: Callable[[], object] | None = None) -> None:
-    """Say what must be the same on all replicas, within an `Agreement`, and what to do if that fails."""
+    """Within an `Agreement`, add values that must be equal on all replicas, and what to undo if they are not."""
     agreement: Agreement = _open.agreement
     for section, items in claims.items():
         agreement.claims.setdefault(section, {}).update(items)
@@ -130,7 +130,7 @@ def _ask(replicas: Replicas, mine: str, decide: Callable[[list[Any], str], dict[
 
 
 def _compare_calls(shown: list[dict[str, Any]], noun: str) -> dict[str, Any]:
-    """What the first replica makes of everybody's call, error and hash."""
+    """The first replica's decision from all calls, errors and hashes."""
     calls = [entry["call"] for entry in shown]
     if len(set(calls)) > 1:
         odd, usual = _odd(calls)
@@ -151,7 +151,7 @@ def _compare_calls(shown: list[dict[str, Any]], noun: str) -> dict[str, Any]:
 
 
 def _compare_claims(shown: list[Claims], noun: str) -> dict[str, Any]:
-    """What the first replica makes of everybody's claims: the items that differ, and who is odd."""
+    """The first replica's decision from all claims: the items that differ, and the odd replicas."""
     found = []
     for section, remedy in SECTIONS.items():
         items = dict.fromkeys(item for claims in shown for item in claims.get(section, {}))
@@ -173,7 +173,7 @@ def _compare_claims(shown: list[Claims], noun: str) -> dict[str, Any]:
 
 
 def _odd(values: list[str]) -> tuple[list[int], str]:
-    """Who differs from what most say, and what that is; from what the first one says, if as many say another thing."""
+    """The replicas that differ from the most common value, and that value; on a tie, the first replica's value."""
     usual = Counter(values).most_common(1)[0][0]
     return [rank for rank, value in enumerate(values) if value != usual], usual
 

@@ -1,4 +1,4 @@
-"""What must be the same on all replicas: compared before anything is averaged, and when a state is loaded."""
+"""Values that must be equal on all replicas: compared before averaging, and when a state is loaded."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def check_same_replica(saved: dict[str, Any], replicas: Replicas) -> None:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Claim:
-    """Something that must be the same on every replica: what it is, what to do if not, and its value here.
+    """A value that must be equal on every replica, with its name and what to do if it is not.
 
-    A value that is a checksum is compared and not shown; one that counts `words` is shown as one of them.
+    A checksum is compared but not shown; an index into `words` is shown as the word.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Claim:
     words: Sequence[str] = ()
 
     def show(self, value: float) -> str:
-        """A replica's value of this."""
+        """A replica's value in words."""
         return self.words[int(value)] if self.words else f"{value:.12g}"
 
 
@@ -57,8 +57,8 @@ def check_agreement(claims: Mapping[Claim, Sequence[float]], ranks: Sequence[int
     """Raise, with the same message on every replica, if the replicas make different claims.
 
     Args:
-        claims: this replica's claims, and what each replica has told of them.
-        ranks: the replicas that are compared; by default all.
+        claims: this replica's claims, with each replica's value.
+        ranks: the replicas to compare; by default all.
     """
     for claim, told in claims.items():
         compared = range(len(told)) if ranks is None else ranks

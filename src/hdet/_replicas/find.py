@@ -19,7 +19,7 @@ _here = threading.local()
 
 
 def check_where(replicas: object) -> Where | None:
-    """Where the replicas are, as it was given by the argument `replicas`.
+    """Check the argument `replicas`.
 
     Raises:
         TypeError: if it is neither a process group nor a mesh.
@@ -45,7 +45,7 @@ def find_replicas(where: Where | None = None) -> Replicas:
 
 @contextmanager
 def seated(replicas: Replicas) -> Iterator[None]:
-    """Within it `find_replicas()` finds `replicas`, in this thread."""
+    """Make `find_replicas()` return `replicas` within this context, in this thread."""
     _here.seat = replicas
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a replica was given, in plain JSON values, to be compared with the others: `agreement.py` does."""
+"""A replica's arguments as plain JSON values, which `agreement.py` compares with the others'."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECTIONS = {
     "parameters": "build the same model and optimizer on every replica",
     "optimizers": "build the same optimizer, with the same options and schedule, on every replica",
 }
-"""What is compared, in this order, and what to do where it differs."""
+"""The compared sections, in this order, and what to do about a difference."""
 
 
 def fingerprint(
@@ -42,9 +42,9 @@ def fingerprint(
     Args:
         options: the arguments of the call, by name.
         optimizers: their classes, group options and, in order, their parameters.
-        model: names the parameters, and has buffers.
-        hyperparameters: what is explored.
-        followers: tensors that are averaged along.
+        model: for the names of parameters, and for buffers.
+        hyperparameters: the explored hyperparameters.
+        followers: tensors that are averaged with the weights.
         compare_tensors: False where ranks may hold different parts of one model.
     """
     parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]

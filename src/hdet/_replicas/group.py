@@ -1,7 +1,7 @@
-"""Who the replicas are, and the only place that talks to the other ones.
+"""The replicas, and the only module that communicates with the others.
 
-Collectives run on a process group of our own, made when the first one is needed, so that they can never be
-mixed up with those of DDP or of a data loader.
+Collectives run on a process group of our own, created when first needed, so they cannot mix with those of DDP or of a
+data loader.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Replicas:
 
     Attributes:
         rank: which replica this is, 0 to size - 1.
-        size: how many there are; 1 where torch.distributed is not initialised.
+        size: number of replicas; 1 if torch.distributed is not initialised.
         group: their process group; None for all ranks.
         wrapping_broadcasts: whether wrapping a model to share gradients gives all replicas the first one's weights.
-        device: where small vectors live if there is no tensor to go by.
-        noun: what those are that `settle` and errors count.
+        device: device of small vectors if there is no tensor to go by.
+        noun: what `settle` and errors count: replicas or ranks.
     """
 
     wrapping_broadcasts = True
@@ -65,9 +65,9 @@ class Replicas:
                 raise ValueError(NOT_IN_IT)
 
     def settle(self, mine: str, decide: Callable[[list[str]], str]) -> str:
-        """Show `mine` to the first replica, which decides from everybody's; its decision. Through the store.
+        """Send `mine` to the first replica through the store; it decides from all, and every replica gets the decision.
 
-        Not a collective, so that replicas which wait in vain can say for whom.
+        Not a collective, so that a replica that waits in vain can name the missing ones.
 
         Raises:
             MissingError: if some replicas do not come within the group's timeout.
@@ -76,10 +76,10 @@ class Replicas:
         return decide([mine] * self.size) if lookout is None else lookout.settle(mine, decide)
 
     def part(self, readers: int | None = None) -> None:
-        """Before all leave with the same error: whoever serves the store stays until the others know it too.
+        """Before all fail with the same error: the process that serves the store waits until the others have read it.
 
         Args:
-            readers: how many there are to know it; by default all.
+            readers: number of replicas that must read it; by default all.
         """
         lookout = self.lookout()
         if lookout is not None:
@@ -99,11 +99,11 @@ class Replicas:
     def explain(
         self, error: Exception, began: float, wrappers: Sequence[DistributedDataParallel] = ()
     ) -> LostReplicaError | None:
-        """Who is dead, stalled or elsewhere, now that `error` was raised while talking to the others; None if nobody.
+        """Find who is dead, stalled or elsewhere after `error` in communication; None if no replica is.
 
-        An error of another kind is left for the others to read. Otherwise those who are still there say so, which can
-        take until they have met the error too: at the group's timeout after they `began` to wait. If some may wait in
-        `wrappers` for one another, they are made to meet it now.
+        Any other error is left for the others to read. For a communication error the remaining replicas report, which
+        may take until they fail too: the group's timeout after they `began` to wait. Replicas that wait for one another
+        in `wrappers` are made to fail now.
         """
         lookout = self.lookout()
         return None if lookout is None else lookout.explain(error, began, wrappers)
@@ -115,11 +115,11 @@ class Replicas:
 
     @property
     def ranks(self) -> Replicas:
-        """Everybody who holds something of the run: the replicas themselves, or all parts of sharded ones."""
+        """All ranks that hold part of the run: the replicas themselves, or all parts of sharded ones."""
         return self
 
     def all_true(self, mine: bool) -> bool:
-        """Whether this holds for every part of the replicas; `mine` where none of them is sharded: all hold the same.
+        """Whether `mine` is true on every part of sharded replicas; otherwise `mine`, which is equal on all.
 
         A collective of replicas that are sharded, and of no others.
         """
@@ -136,10 +136,10 @@ class Replicas:
             return everyone.tolist()
 
     def start_mean(self, flat: Tensor, of: Sequence[int] | None = None) -> Travelling | None:
-        """Begin to replace `flat`, a contiguous tensor, by its mean over the replicas; done when `wait()` returns.
+        """Start replacing `flat`, a contiguous tensor, by its mean over the replicas; done when `wait()` returns.
 
         Args:
-            flat: what this replica has.
+            flat: this replica's values.
             of: the replicas that count; by default all. The others get the mean too.
         """
         if self.size == 1:
@@ -170,7 +170,7 @@ class Replicas:
             self._wait(work, mine.device)
 
     def close(self) -> None:
-        """Give back the process group, if one was made. Not a collective."""
+        """Release the process group, if one was created. Not a collective."""
         if self._own is not None and dist.is_initialized():
             if self.group is None:
                 dist.destroy_process_group(self._own)
@@ -180,7 +180,7 @@ class Replicas:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Around a collective: if it fails, the error says because of whom."""
+        """Wrap a collective: if it fails, the error names the replica at fault."""
         began = time.monotonic()
         try:
             yield
@@ -193,9 +193,9 @@ class Replicas:
             raise found from error
 
     def _wait(self, work: dist.Work, device: torch.device, *, read: bool = False) -> None:
-        """Wait for a collective; where the caller waits for it, see meanwhile whether all can come.
+        """Wait for a collective; if that blocks the caller, check meanwhile whether all replicas can come.
 
-        That is with gloo always, and with others where the result is to be `read` from the device at once.
+        It always blocks with gloo, and with other backends if the result is `read` from the device at once.
         """
         lookout = self.lookout()
         if lookout is not None and self._group()._get_backend(device).name() == "gloo":
@@ -206,14 +206,14 @@ class Replicas:
             work.wait()
 
     def lookout(self) -> Lookout | None:
-        """What the replicas know of each other; None in a dry run on a fake group, where there is nobody else."""
+        """The replicas' knowledge of each other; None in a dry run on a fake group, which has no other replica."""
         if self._seen is None and self.size > 1:
             parent = self.group or dist.group.WORLD
             self._seen = None if parent is None or dist.get_backend(parent) == "fake" else lookout_of(parent)
         return self._seen
 
     def _await_all(self) -> None:
-        """Before a process group is made: whoever waits in there cannot look who is missing."""
+        """Wait for all before creating a process group: during creation no one can check who is missing."""
         lookout = self.lookout()
         if lookout is not None:
             lookout.gather()
@@ -236,8 +236,8 @@ class Replicas:
         return self._own
 
 
-# Groups of our own, by the group that they are made of. If one were destroyed, torch would give its name to the next
-# one of the same ranks, which would then wait for the addresses that it finds under that name.
+# Our own groups, by the group that they are made from. If one were destroyed, torch would reuse its name for the next
+# group of the same ranks, which would then wait for the stale addresses under that name.
 _idle: dict[dist.ProcessGroup, list[dist.ProcessGroup]] = {}
 
 
@@ -250,5 +250,5 @@ def weigh(flat: Tensor, rank: int, of: Sequence[int]) -> None:
 
 
 def collective_device(tensors: Sequence[Tensor]) -> torch.device:
-    """Where small vectors must live to be gathered beside `tensors`."""
+    """The device on which small vectors must be to be gathered with `tensors`."""
     return tensors[0].device if tensors else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""How another process is: certain, and known at once, on the same host."""
+"""The state of another process: known for certain and at once on the same host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 State = Literal["runs", "stopped", "ended"]
 Identity = Sequence[Any]
-"""A process, for others to find: its host, its number there, and when it began."""
+"""Identifies a process to others: its host, its number there, and its start time."""
 
 
 def identity() -> Identity:
@@ -21,17 +21,17 @@ def identity() -> Identity:
 
 
 def state(other: Identity) -> State | None:
-    """How that process is; None if that cannot be seen from here."""
+    """The state of that process; None if it cannot be seen from here."""
     host, pid, began = other
     return process_state(pid, began) if host == _host() and isinstance(pid, int) else None
 
 
 def process_state(pid: int, began: str = "") -> State | None:
-    """How a process of this host is; None if that cannot be asked.
+    """The state of a process on this host; None if it cannot be determined.
 
     Args:
         pid: its number.
-        began: when it began, if that is known: the number may be another's now.
+        began: its start time, if known: the number may have been reused.
     """
     if os.name == "nt":  # there signal 0 is no question, but Ctrl-C
         return None
@@ -49,7 +49,7 @@ def process_state(pid: int, began: str = "") -> State | None:
 
 @functools.cache
 def _host() -> str:
-    """What tells hosts apart, and containers of one host that number their processes by themselves."""
+    """A name that distinguishes hosts, and containers of one host with their own process numbers."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"

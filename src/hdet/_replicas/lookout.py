@@ -1,9 +1,9 @@
-"""What the replicas of a group know of each other while one of them waits or has failed: who is lost, who is elsewhere.
+"""Detects lost and misplaced replicas while one waits or after one has failed.
 
-Before replicas come together each leaves a note of where it is. One that waits for long looks at the notes now and
-then: a process that has ended, or a replica that has come to another call, is named by all in seconds, not when
-the group's timeout is over. A replica whose collective has failed calls the roll; whoever waits answers. What is found
-is decided once, and all say the same.
+Before replicas meet, each leaves a note of its place. A replica that waits for long reads the notes now and then, so
+all name an ended process, or a replica at another call, within seconds instead of at the group's timeout. A replica
+whose collective failed calls the roll, and waiting replicas answer. The verdict is decided once, so all report the
+same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hdet._replicas.notes import LostReplicaError, Notes
 from hdet._replicas.store import Board, MissingError
 
 _FIRST_LOOK, _NEXT_LOOK = 1.0, 0.5  # seconds
-_NEIGHBOURS = 8  # the next replicas are looked after by this one: at a thousand of them each look still costs as little
+_NEIGHBOURS = 8  # next replicas that this one watches, so that a look costs the same with a thousand replicas
 _ROLL_CALL = 0.7  # seconds for everybody who is alive to say so, once the timeout is over
 _SILENCE = 3.0  # the same while there is no hurry: somebody may be busy
 _PAUSE = 0.05
@@ -33,14 +33,14 @@ _NO_TIME = timedelta(milliseconds=1)
 
 
 def lookout_of(group: dist.ProcessGroup) -> Lookout:
-    """The one lookout of a group in this process: what is counted there is counted for all that replicas do in it."""
+    """The one lookout of a group in this process: its counters cover everything that replicas do in the group."""
     if group not in _lookouts:
         _lookouts[group] = Lookout(Board(group))
     return _lookouts[group]
 
 
 class Lookout(Notes):
-    """The replicas of one group, as one of them sees them while it waits and when it has failed."""
+    """One replica's view of its group while it waits or after it has failed."""
 
     def __init__(self, board: Board) -> None:
         super().__init__(board)
@@ -67,7 +67,7 @@ class Lookout(Notes):
             raise self._store_is_gone() from error
 
     def looks(self) -> Callable[[], float]:
-        """What to call again and again while waiting: it looks around if it is time to. In how many seconds it is next.
+        """A function to call repeatedly while waiting: it checks if it is time; returns the seconds to the next check.
 
         Raises:
             LostReplicaError: when called, if somebody is lost or elsewhere.
@@ -86,7 +86,7 @@ class Lookout(Notes):
         return look
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a collective of a backend that makes its caller wait, and look around meanwhile.
+        """Wait for a collective of a backend that blocks its caller, and check for lost replicas meanwhile.
 
         Raises:
             LostReplicaError: if somebody is lost or elsewhere.
@@ -105,7 +105,7 @@ class Lookout(Notes):
             pause = self._pause()
 
     def outlast(self, work: dist.Work) -> None:
-        """Look around until a collective is done, or has failed, of a backend that does not make its caller wait.
+        """Check for lost replicas until a collective of a non-blocking backend is done or has failed.
 
         Raises:
             LostReplicaError: if somebody is lost or elsewhere.
@@ -115,7 +115,7 @@ class Lookout(Notes):
             time.sleep(max(0.0, min(waited / 10, _PAUSE, look())))
 
     def gather(self) -> None:
-        """Wait until all replicas are here, before what nobody could be asked in: the making of a process group.
+        """Wait for all replicas before a process group is created, during which none could answer.
 
         Raises:
             LostReplicaError: if somebody is lost or elsewhere.
@@ -127,18 +127,17 @@ class Lookout(Notes):
                 raise found
 
     def part(self, readers: int) -> None:
-        """Before all leave with the same error: whoever serves the store stays until so many know it."""
+        """Before all fail with the same error: the process that serves the store waits for this many readers."""
         self.board.leave(f"settled/{self.board.settled}", readers)
 
     def explain(
         self, error: Exception, began: float, wrappers: Sequence[DistributedDataParallel] = ()
     ) -> LostReplicaError | None:
-        """Who is dead, stalled or elsewhere, now that `error` was raised while talking to the others; None if nobody.
+        """Find who is dead, stalled or elsewhere after `error` in communication; None if no replica is.
 
-        Where the error is of a collective, those who are still there say so, which can take until they have met it too:
-        at the group's timeout after they `began` to wait; what they wait for in the `wrappers` is ended here. Any other
-        error is this replica's own, which it leaves for the others to read, unless somebody else is known to have
-        failed before.
+        If a collective raised the error, the remaining replicas report, which may take until they fail too: the group's
+        timeout after they `began` to wait; their waiting in the `wrappers` is ended here. Any other error is this
+        replica's own; it is left for the others to read, unless another replica is known to have failed before.
         """
         if isinstance(error, LostReplicaError):
             return None
@@ -160,7 +159,7 @@ class Lookout(Notes):
     # While waiting
 
     def _pause(self) -> float:
-        """Seconds until the next look: the roll was called just now, or nothing has happened."""
+        """Seconds until the next look; shorter if the roll was just called."""
         return self._poll() if time.monotonic() - self._answered_at < _SILENCE else _NEXT_LOOK
 
     @contextmanager
@@ -170,7 +169,7 @@ class Lookout(Notes):
             yield
 
     def _poll(self) -> float:
-        """Seconds between two looks at what everybody has said."""
+        """Seconds between two looks at the answers."""
         return max(_PAUSE, self.board.size / 1000)
 
     def _look(self, began: float) -> None:
@@ -201,7 +200,7 @@ class Lookout(Notes):
         return "ended" in self._states(ranks).values()
 
     def _answer(self) -> None:
-        """Say that this replica is here and waits, once for each time that the roll is called."""
+        """Answer each roll call once: this replica is here and waits."""
         called = self.board.shared("called")
         if called is None or called == self._answered or not self._concerns(json.loads(called)[0]):
             return
@@ -209,7 +208,7 @@ class Lookout(Notes):
         self.say_failed(None)
 
     def _compare_places(self) -> LostReplicaError | None:
-        """Whether the next replica has come to another call than this one, where all must make the same."""
+        """An error if the next replica is at another call than this one, where all must make the same."""
         there = self.board.read("at", self._neighbours()[0])
         if there is None:
             return None
@@ -223,9 +222,9 @@ class Lookout(Notes):
     # After an error
 
     def _others_failed(self, own: str, began: float) -> LostReplicaError | None:
-        """Who is known to have failed, within a moment, and otherwise than with this replica's `own` error.
+        """The replicas that fail within a moment, with an error other than this replica's `own`.
 
-        Whoever is only silent may be computing, as this one was until now.
+        A silent replica may still be computing, as this one was until now.
         """
         over = time.monotonic() + _OWN_ERROR
         late = over - began >= self.board.timeout
@@ -245,7 +244,7 @@ class Lookout(Notes):
             time.sleep(self._poll())
 
     def call_the_roll(self, began: float) -> LostReplicaError | None:
-        """Ask who is there, until it is known who is not."""
+        """Ask all replicas to answer until the missing ones are known."""
         self.say_failed(None)
         board, called = self.board, time.monotonic()
         board.share("called", json.dumps([self._arrivals, board.rank]))
@@ -271,7 +270,7 @@ class Lookout(Notes):
             time.sleep(self._poll())
 
     def _decide_by_place(self, silent: Sequence[int]) -> LostReplicaError | None:
-        """Who is elsewhere, where all have answered; those of the `silent` ones that are, or all of them."""
+        """The replicas at another place, if all have answered; among the `silent` ones if there are any."""
         places = self._places()
         elsewhere = [rank for rank, place in enumerate(places) if place != self._place]
         if silent:
@@ -288,10 +287,10 @@ _WORDS = (
 
 
 def _break_off(wrapper: DistributedDataParallel) -> None:
-    """End what others wait for in a wrapper whose collective has failed here.
+    """End the others' wait in a wrapper whose collective failed here.
 
-    gloo tells only those who wait for the lost replica itself. The others wait for one another, round a ring, and hear
-    of nothing as long as this one keeps its connections: gloo closes all of them once it has waited for one in vain.
+    gloo notifies only replicas that wait for the lost one. The others wait for one another in a ring and notice nothing
+    while this one keeps its connections: gloo closes all of them once a wait has timed out.
     """
     group = wrapper.process_group
     try:

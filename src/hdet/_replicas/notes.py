@@ -1,4 +1,4 @@
-"""What the replicas of a group have told each other: where each of them is, who has failed, and who is lost."""
+"""Notes between the replicas of a group: each one's place, its failures, and who is lost."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hdet._replicas.store import Board, same_calls, who
 
 _FEW = 8  # replicas whose notes are read one by one
 _ENDING = 0.3  # seconds for a process to end once its connections are closed
-_READING = 2.0  # seconds that whoever serves the store stays for the others to read who is lost
+_READING = 2.0  # seconds that the process serving the store waits for the others to read who is lost
 
 
 class LostReplicaError(RuntimeError):
-    """A replica is dead or stalled, or has come to another place than the others; the message names it.
+    """A replica is dead or stalled, or is at another place than the others; the message names it.
 
     Attributes:
-        ranks: which.
+        ranks: the lost replicas.
     """
 
     def __init__(self, text: str, ranks: Sequence[int]) -> None:
@@ -29,7 +29,7 @@ class LostReplicaError(RuntimeError):
         self.ranks = list(ranks)
 
     def and_then(self, text: str) -> LostReplicaError:
-        """The same error with something to add."""
+        """The same error with an addition to its message."""
         return LostReplicaError(f"{self}; {text}", self.ranks)
 
 
@@ -53,11 +53,11 @@ class Notes:
     # Where everybody is
 
     def arrive(self, place: str, call: str | None = None) -> None:
-        """Leave word of where this replica is, before others may wait for it there.
+        """Leave a note of this replica's place before others may wait for it there.
 
         Args:
-            place: where, in words.
-            call: what all replicas must have come to as their n-th; by default the place. "" goes with all.
+            place: the place, in words.
+            call: the call that must be the n-th on all replicas; by default the place. "" matches any.
         """
         first = self._arrivals == 0
         self._arrivals += 1
@@ -84,7 +84,7 @@ class Notes:
         return ", ".join(f"{who(those)} at {place}" for place, those in seen.items())
 
     def _states(self, ranks: Sequence[int]) -> dict[int, State | None]:
-        """How these replicas' processes are; None for those of which that is not known."""
+        """The states of these replicas' processes; None if unknown."""
         new = [rank for rank in ranks if rank not in self._processes]
         together = self.board.read_all("process") if len(new) > _FEW else None
         notes = {rank: together[rank] if together else self.board.read("process", rank) for rank in new}
@@ -119,7 +119,7 @@ class Notes:
         return [note if note and self._concerns(note[0]) else None for note in notes]
 
     def _concerns(self, arrivals: int) -> bool:
-        """Whether what a replica said after so many arrivals is of now: one may be an arrival ahead of another."""
+        """Whether a note after so many arrivals is current: replicas may be one arrival apart."""
         return arrivals >= self._arrivals - 1
 
     # What all say
@@ -132,7 +132,7 @@ class Notes:
         gone: Sequence[int] = (),
         text: str | None = None,
     ) -> LostReplicaError:
-        """Tell all who is lost, or hear who was faster to tell."""
+        """Announce who is lost, or read the verdict of a faster replica."""
         seen = self._places() if text is None else []
         places = {rank: seen[rank] for rank in ranks if seen}
         told = {"ranks": list(ranks), "said": said or {}, "gone": list(gone), "places": places}
@@ -141,7 +141,7 @@ class Notes:
         return self._hear(verdict)
 
     def _verdict(self) -> str | None:
-        """What was decided and not yet heard."""
+        """The verdict, if there is one not yet read."""
         found = self.board.shared("verdict")
         if found is None or found == self._heard or not self._concerns(json.loads(found)["arrivals"]):
             return None
@@ -163,7 +163,7 @@ class Notes:
         return LostReplicaError(text, ranks)
 
     def _tell_odd(self, calls: Mapping[int, str], places: Mapping[int, str]) -> LostReplicaError:
-        """Who has come to another call than most."""
+        """The error for replicas at another call than most."""
         usual = Counter(calls.values()).most_common(1)[0][0]
         odd = [rank for rank, call in calls.items() if call != usual]
         others = next(places[rank] for rank, call in calls.items() if call == usual)
@@ -190,9 +190,9 @@ class Notes:
         *,
         late: bool = False,
     ) -> str:
-        """What replicas raised, or else where they were last seen; those of which the same is to be said together.
+        """What replicas raised, or where they were last seen, grouped by equal text.
 
-        Not that they are dead where this replica is one of them, which has answered too `late`.
+        Does not call them dead if this replica is among them because it answered too `late`.
         """
         mine = None if late else self._place
         told: dict[str, list[int]] = {}

@@ -1,8 +1,7 @@
 """Sharded replicas: each is several ranks, which hold parts of one model. A device mesh says which.
 
-Tensors are averaged part by part, between the ranks that hold the same part of different replicas. What replicas tell
-each other goes between all ranks, so that every rank knows and raises the same; a replica's numbers are the mean of
-those of its ranks.
+Tensors are averaged part by part, between the ranks that hold the same part of different replicas. Messages go between
+all ranks, so that every rank knows and raises the same; a replica's numbers are the mean over its ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What replicas leave for each other in the process group's store: where each of them is, and what they agree on.
+"""The replicas' messages in the process group's store: each one's place, and what they agree on.
 
-Nothing here is a collective. A replica that is gone, or that is elsewhere, is missed and named instead of waited for
-without an end.
+Nothing here is a collective. A replica that is gone or elsewhere is named instead of being waited for forever.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from torch.distributed import distributed_c10d
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.5  # seconds between two looks at the store: a twentieth of those waited so far
 _STOPPED_PAUSE = 0.05
-_ANSWER = 0.5  # seconds that an answer of the store is waited for at least
-_ABSENT = "?"  # no note is that
-_READING = 5.0  # seconds that whoever serves the store stays for the others to read why everybody leaves
+_ANSWER = 0.5  # minimum seconds to wait for an answer of the store
+_ABSENT = "?"  # never a valid note
+_READING = 5.0  # seconds that the process serving the store waits for the others to read why all fail
 
 
 Look = Callable[[], float]
@@ -33,8 +32,8 @@ class MissingError(RuntimeError):
     """Some replicas did not come.
 
     Attributes:
-        ranks: which.
-        seconds: how long they were waited for.
+        ranks: the missing replicas.
+        seconds: how long the others waited for them.
     """
 
     def __init__(self, ranks: Sequence[int], seconds: float) -> None:
@@ -50,20 +49,20 @@ class Board:
         timeout: seconds to wait for one of them; by default the group's.
 
     Attributes:
-        settled: which call of `settle` was the last one.
-        server_is_stopped: whether it is, as far as that is known.
+        settled: number of the last call of `settle`.
+        server_is_stopped: whether the process that serves the store is stopped, as far as is known.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float | None = None) -> None:
         self._kept = _Answering(distributed_c10d._get_process_group_store(group), lambda: self.patience)
-        # torchrun may start replicas again with the store of those before them, and with their notes in it.
+        # torchrun may restart replicas with the previous store, which still holds their notes.
         self._prefix = f"hdet/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._serves = dist.get_rank() == 0  # the store, perhaps
         self.timeout = group_timeout(group) if timeout is None else timeout
-        self._life: int | None = None  # how many boards this rank has made in this store, with this one
+        self._life: int | None = None  # number of boards that this rank has made in this store, including this one
         self._met = 0
-        self._left: dict[str, set[int]] = {}  # who has left a note of a name: nobody takes one down
+        self._left: dict[str, set[int]] = {}  # by name, the replicas that left a note: notes stay
         self.settled = 0
         self._until: float | None = None
         self.server_is_stopped: Callable[[], bool] = lambda: False
@@ -71,7 +70,7 @@ class Board:
 
     @property
     def _store(self) -> Any:
-        """The store, to be asked now. Whoever asks a stopped process would wait for it without an end."""
+        """The store, unless its process is stopped: a request would then block forever."""
         over = time.monotonic() + self.patience
         while self.server_is_stopped():
             if self._gave_up or time.monotonic() >= over:
@@ -83,12 +82,12 @@ class Board:
 
     @property
     def patience(self) -> float:
-        """Seconds that a stopped process which serves the store is waited for; by default the timeout."""
+        """Seconds to wait for a stopped process that serves the store; by default the timeout."""
         return self.timeout if self._until is None else max(0.0, self._until - time.monotonic())
 
     @contextmanager
     def patient_until(self, moment: float) -> Iterator[None]:
-        """Within it that process is waited for up to this moment, or an earlier one that was given before."""
+        """Within this context wait for that process until this moment, or an earlier one set before."""
         before = self._until
         self._until = moment if before is None else min(before, moment)
         try:
@@ -98,7 +97,7 @@ class Board:
 
     @property
     def is_silent(self) -> bool:
-        """Whether a request to the store is waiting for its answer, although it was given up."""
+        """Whether an abandoned request to the store is still waiting for its answer."""
         return self._kept.is_silent
 
     @property
@@ -112,12 +111,12 @@ class Board:
         return self._size
 
     def settle(self, mine: str, decide: Callable[[list[str]], str], look: Look = lambda: math.inf) -> str:
-        """Show `mine` to the first replica, which decides from everybody's; its decision, on every replica.
+        """Send `mine` to the first replica, which decides from all; return its decision on every replica.
 
         Args:
-            mine: what this replica shows.
-            decide: what the first replica makes of everybody's.
-            look: called now and then while this replica waits: in how many seconds it wants to be, next. May raise.
+            mine: this replica's message.
+            decide: makes the first replica's decision from all messages.
+            look: called now and then while this replica waits; returns the seconds until its next call. May raise.
 
         Raises:
             MissingError: on every replica that came, if some do not.
@@ -128,7 +127,7 @@ class Board:
             return self._settle(number, mine, decide, look)
         except MissingError:
             raise
-        except RuntimeError:  # what `look` has raised: this meeting has not been
+        except RuntimeError:  # `look` has raised: cancel this meeting
             with suppress(RuntimeError):
                 self._store.delete_key(f"{self._prefix}/settle/{number}/{self._rank}")
                 self._store.add(f"{self._prefix}/settled/{self._rank}", -1)
@@ -154,9 +153,9 @@ class Board:
         return answer
 
     def leave(self, name: str, readers: int, seconds: float = _READING) -> None:
-        """Say that this replica has read `name`; if its process may serve the store, stay until all `readers` have.
+        """Note that this replica has read `name`; if its process may serve the store, wait until all `readers` have.
 
-        They must not find the store gone instead. It waits for some seconds only: they may be dead.
+        Otherwise they would find the store gone. It waits for some seconds only, because they may be dead.
         """
         with suppress(RuntimeError):
             read = self._store.add(self._key(f"read/{name}"), 1)
@@ -178,7 +177,7 @@ class Board:
         return here == self._size
 
     def write(self, name: str, value: str) -> None:
-        """Leave this replica's note of that name, in place of its last one."""
+        """Write this replica's note of that name, replacing its previous one."""
         self._store.set(self._key(f"{name}/{self._rank}"), value)
 
     def read(self, name: str, rank: int) -> str | None:
@@ -186,7 +185,7 @@ class Board:
         return self.shared(f"{name}/{rank}")
 
     def read_all(self, name: str) -> list[str | None]:
-        """Everybody's note of that name, by replica: two requests at most where everybody has left one."""
+        """All replicas' notes of that name, by replica: at most two requests if all have left one."""
         keys = [self._key(f"{name}/{rank}") for rank in range(self._size)]
         left = self._left.setdefault(name, set())
         unknown = [rank for rank in range(self._size) if rank not in left]
@@ -200,19 +199,19 @@ class Board:
         return [found[rank] for rank in range(self._size)]
 
     def shared(self, name: str) -> str | None:
-        """A note that is nobody's own; None if there is none."""
+        """A shared note; None if there is none."""
         return self._peek(self._key(name))
 
     def share(self, name: str, value: str) -> None:
-        """Leave a note that is nobody's own."""
+        """Write a shared note."""
         self._store.set(self._key(name), value)
 
     def replace(self, name: str, before: str | None, value: str) -> str:
-        """Leave a note that is nobody's own, if it is still what it was `before`; what it is now."""
+        """Write a shared note if it still equals `before`; return its current value."""
         return str(self._store.compare_set(self._key(name), before or "", value).decode())
 
     def _peek(self, key: str) -> str | None:
-        """What is there; None if nothing is. One request: `get` would wait for a key that another removes before it."""
+        """The value of a key; None if absent. One request: `get` would block on a key that another replica removes."""
         value = str(self._store.compare_set(key, _ABSENT, _ABSENT).decode())
         return None if value == _ABSENT else value
 
@@ -222,9 +221,9 @@ class Board:
         return f"{self._prefix}/{self._life}/{name}"
 
     def _collect(self, keys: Sequence[str], look: Look) -> tuple[list[str], list[int]]:
-        """What is shown under these keys, once all are there, and the indices of those that do not come.
+        """The values of these keys once all exist, and the indices of those that never appear.
 
-        Whoever learns meanwhile that somebody is lost takes down its own again.
+        A replica that learns meanwhile of a lost one removes its own value again.
         """
         began = time.monotonic()
         while True:
@@ -234,7 +233,7 @@ class Board:
                 return found, absent
 
     def _await(self, keys: Sequence[str], seconds: float, look: Look) -> list[int]:
-        """The indices of the keys that are not there after so many seconds."""
+        """The indices of the keys that are still absent after so many seconds."""
         began = time.monotonic()
         while True:
             if self._store.check(list(keys)):
@@ -246,13 +245,13 @@ class Board:
 
 
 class _Answering:
-    """A store whose requests are given up in time.
+    """A store whose requests time out.
 
-    torch waits without an end for a process that is stopped, or whose host is gone, before or after it was asked.
+    torch waits forever for a process that is stopped, or whose host is gone, before or after the request.
 
     Args:
-        store: it.
-        patience: seconds to wait for an answer now.
+        store: the store.
+        patience: returns the seconds to wait for an answer now.
     """
 
     def __init__(self, store: Any, patience: Callable[[], float]) -> None:
@@ -261,7 +260,7 @@ class _Answering:
 
     @property
     def is_silent(self) -> bool:
-        """Whether a request was given up and has no answer yet."""
+        """Whether an abandoned request has no answer yet."""
         return self._asking is not None and self._asking.is_alive()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -318,7 +317,7 @@ def who(ranks: Sequence[int], noun: str = "replica") -> str:
 
 
 def same_calls(noun: str = "replica") -> str:
-    """What to do where replicas, or ranks, have come to different calls.
+    """What to do if replicas, or ranks, are at different calls.
 
     >>> same_calls("rank")
     'every rank must make the same calls in the same order'

@@ -1,1 +1,1 @@
-"""A run's records, to be looked at: a page, the same page live, pictures. Start at `commands.py`."""
+"""Shows a run's records: as a page, as a live page, as pictures. Start at `commands.py`."""

@@ -1,4 +1,4 @@
-"""Records as columns of numbers, small enough for a page: what the charts draw."""
+"""Records as columns of numbers for the charts, small enough for a page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_POINTS = 250_000  # of all rounds' line searches together, with many repli
 
 
 def columns(lines: Sequence[Mapping[str, Any]], since: int = 0) -> dict[str, Any]:
-    """The rounds from `since` on, by column. Numbers have six digits; what is not finite is null."""
+    """The rounds from `since` on, by column. Numbers have six digits, or are null if not finite."""
     part = lines[since:]
     names = list(lines[-1]["hyperparameters"]) if lines else []
     found: dict[str, Any] = {key: [line[key] for line in part] for key in ("round", "step")}
@@ -38,7 +38,7 @@ def columns(lines: Sequence[Mapping[str, Any]], since: int = 0) -> dict[str, Any
 
 
 def points(lines: Sequence[Mapping[str, Any]], since: int = 0) -> dict[str, Any]:
-    """With many replicas: what each one tried and scored, by the index of the round, for as many rounds as fit."""
+    """With many replicas: each one's values and scores, by the index of the round, for as many rounds as fit."""
     replicas = _replicas(lines)
     if replicas <= MOST_REPLICAS:
         return {}
@@ -48,7 +48,7 @@ def points(lines: Sequence[Mapping[str, Any]], since: int = 0) -> dict[str, Any]
 
 
 def events(lines: Sequence[Mapping[str, Any]], since: int = 0) -> list[list[Any]]:
-    """Index of the round, step and words of everything that happened."""
+    """Index of the round, step and text of every event."""
     found = enumerate(lines[since:], start=since)
     return [[index, line["step"], str(text)] for index, line in found for text in line.get("events") or ()]
 
@@ -72,7 +72,7 @@ def _hyperparameter(
 
 
 def _fit(row: Mapping[str, Any], line: Mapping[str, Any], several: bool) -> list[float | None] | None:
-    """c, a and b of this round's parabola through the rises over its start; None where there is none."""
+    """c, a and b of this round's parabola through the rises over its start; None if there is none."""
     center, values, start, probe = row.get("center"), row.get("values"), line.get("start"), line.get("probe")
     if not center or not values or start is None or not probe or min(values, key=_key) == max(values, key=_key):
         return None
@@ -91,7 +91,7 @@ def _fit(row: Mapping[str, Any], line: Mapping[str, Any], several: bool) -> list
 
 
 def _vertex(memory: Mapping[str, Any]) -> float | None:
-    """Where the controller takes the lowest point to be, from all its rounds; None on a hill."""
+    """The lowest point as the controller estimates it from all its rounds; None on a hill."""
     slope, curvature = memory.get("slope"), memory.get("curvature")
     return -slope / (2 * curvature) if slope is not None and curvature and slope < 0 < curvature else None
 
@@ -102,7 +102,7 @@ def _points(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _each(rows: Sequence[Sequence[float | None]], replicas: int) -> list[list[float | None]]:
-    """One column for each replica, or for each quantile where there are many."""
+    """One column for each replica, or for each quantile if there are many."""
     if replicas > MOST_REPLICAS:
         told = [_quantiles(row) for row in rows]
         return [[row[k] for row in told] for k in range(len(QUANTILES))]
@@ -128,12 +128,12 @@ def _mean(scores: Sequence[float | None]) -> float | None:
 
 
 def _replicas(lines: Sequence[Mapping[str, Any]]) -> int:
-    """The most that there were: a resumed run may have had another number of them."""
+    """The highest number of replicas: it may have changed on a resume."""
     return max((len(line["scores"]) for line in lines), default=0)
 
 
 def _short(numbers: Sequence[float | None]) -> list[float | None]:
-    """With six digits, all at once; None for what is not finite."""
+    """Round all numbers to six digits; None for those that are not finite."""
     known = tuple([math.nan if x is None else x for x in numbers])
     texts = ("%.6g " * len(known) % known).split()
     if math.isfinite(sum(known)):

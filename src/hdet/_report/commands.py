@@ -23,12 +23,12 @@ from hdet.records.terminal import say
 
 
 class ReportError(Exception):
-    """What the user can mend, in one line."""
+    """An error that the user can fix, in one line."""
 
 
 def add_commands(commands: Any) -> None:
     """Add them to a parser's subcommands; `command` of the parsed arguments runs one and returns what to print."""
-    text = "one page of what a run did, to be opened anywhere; several runs side by side"
+    text = "one page about a run, to be opened anywhere; several runs side by side"
     command = _command(commands, "report", _report, text)
     command.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run folder, or its rounds.jsonl")
     command.add_argument("--output", type=Path, help="where to; default: report.html in the first run's folder")
@@ -93,7 +93,7 @@ def _report(arguments: argparse.Namespace) -> str:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Rounds are many small objects that stay: looking for cycles among them again and again takes a fifth longer."""
+    """Pause the garbage collector: rounds are many small permanent objects, and scanning them takes a fifth longer."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -137,7 +137,7 @@ def _export(arguments: argparse.Namespace) -> str:
 
 
 def _read(path: Path, plain: bool = False) -> Run:
-    """A run; a plain one, which has losses and no rounds, or a search alone, if it may be."""
+    """Read a run; with `plain`, also one with losses but no rounds, or only a search."""
     run = Run(path)
     run.refresh()
     if not run.lines and not (plain and (run.losses or run.search)):
@@ -149,7 +149,7 @@ def _read(path: Path, plain: bool = False) -> Run:
 
 
 def _own(path: Path) -> Path:
-    """A file in a run's folder, to be written: what the folder has there may lead elsewhere, or wait for a reader."""
+    """Check a file in a run's folder before writing: an existing entry may be a link or a pipe."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(path.lstat().st_mode):
             raise ValueError(f"{path} is there and is no plain file; remove it, or choose another one with --output")

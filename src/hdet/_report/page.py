@@ -19,17 +19,17 @@ from hdet._report.run import Run
 from hdet._report.search import find_search, where
 from hdet._report.summary import summary
 
-_MOST_LOSSES = 20_000  # lines of the lab's losses that are drawn
+_MOST_LOSSES = 20_000  # lines of the lab's losses to draw
 
 
 def version(run: Run, now: float) -> str:
-    """What changes when there is something new to show: generation, rounds, and the rest in a number."""
+    """A text that changes when there is something new to show: generation, rounds, and a checksum of the rest."""
     rest = json.dumps([run.status(now), run.held_out, len(run.losses), run.search is None, run.notices])
     return f"{run.generation}:{len(run.lines)}:{zlib.crc32(rest.encode())}"
 
 
 def run_data(run: Run, since: int = 0, now: float | None = None) -> dict[str, Any]:
-    """What the page is told of a run; its rounds from `since` on."""
+    """The page's data about a run, with its rounds from `since` on."""
     now = time.time() if now is None else now
     status = run.status(now)
     replicas = len(run.lines[-1]["scores"]) if run.lines else 0
@@ -57,8 +57,8 @@ def run_data(run: Run, since: int = 0, now: float | None = None) -> dict[str, An
 def page(runs: Sequence[dict[str, Any]], *, live: bool = False, chosen: int | None = None) -> str:
     """The page of some runs, as HTML.
 
-    Nothing in the data can become part of the page: it lies in the page as base64 and is shown as text only, and the
-    content security policy lets no script run but the three that are put in here.
+    The data cannot become part of the page: they are embedded as base64 and shown as text only, and the content
+    security policy allows no scripts but the three inserted here.
 
     Args:
         runs: from `run_data`.
@@ -99,7 +99,7 @@ def page(runs: Sequence[dict[str, Any]], *, live: bool = False, chosen: int | No
 def write_page(
     runs: Sequence[Run], path: str | os.PathLike[str], chosen: int | None = None
 ) -> list[list[dict[str, str]]]:
-    """Write the page of some runs to a file; the summaries that it begins with."""
+    """Write the page of some runs to a file; return the summaries at its top."""
     told = [run_data(run) for run in runs]
     text = page(told, chosen=chosen)
     with open(path, "w", encoding="utf-8") as file:

@@ -19,8 +19,8 @@ def draw(run: Run, folder: Path, chosen: int | None = None) -> list[Path]:
     the rate before the first step.
 
     Args:
-        run: what to draw.
-        folder: where to put the pictures.
+        run: the run to draw.
+        folder: output folder.
         chosen: the index of the round of the line search; by default the last that has one.
 
     Raises:
@@ -52,7 +52,7 @@ def draw(run: Run, folder: Path, chosen: int | None = None) -> list[Path]:
 
 
 def draw_fan(run: Run, picture: Path) -> Path | None:
-    """Only what was tried, and below it the factor on the schedule, in one picture; None if nothing fanned out.
+    """Draw the tried values and, below, the factor on the schedule in one picture; None if nothing fanned out.
 
     Raises:
         RuntimeError: without matplotlib, with what to install.
@@ -205,7 +205,7 @@ def _with_losses(told: dict[str, Any]) -> int | None:
 
 
 def quantity(name: str) -> str:
-    """What the values of a hyperparameter are: "learning_rate/dense" is a learning rate."""
+    """The kind of a hyperparameter's values: "learning_rate/dense" is a learning rate."""
     return _plain(name.partition("/")[0].replace("_", " "))
 
 

@@ -1,4 +1,4 @@
-"""A run as it lies on disk: its records, what the lab adds to them, and whether it still goes on."""
+"""A run on disk: its records, the lab's additions, and whether it is still running."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ class Run:
         return [said for said in (*self._trouble.values(), *(file.notice for file in files)) if said]
 
     def refresh(self) -> bool:
-        """Read what is new; whether anything was.
+        """Read new content; return whether there was any.
 
         Raises:
-            FileNotFoundError: if there is nothing that can be read.
+            FileNotFoundError: if there is nothing to read.
         """
         before = self._state()
         self._trouble.clear()
@@ -99,7 +99,7 @@ class Run:
         return before != self._state()
 
     def follow(self) -> None:
-        """The same for a run that may not have begun yet, or may be gone: what cannot be read is in `notices`."""
+        """Like `refresh()`, for a run that may not have started or may be gone; read errors go to `notices`."""
         self._trouble.clear()
         try:
             if self.exists:
@@ -137,7 +137,7 @@ class Run:
         self.losses = [*(self.losses if self._loss_lines.restarts == restarts else []), *fresh]
 
     def status(self, now: float) -> Status:
-        """Whether it goes on, from what it has written and whether the process that wrote it is there."""
+        """Whether the run is still running, judged by its files and by the process that writes them."""
         if not self.lines and not self.losses:
             return self._begun()
         last: dict[str, Any] = self.lines[-1] if self.lines else {"step": self.losses[-1][0]}
@@ -177,22 +177,22 @@ class Run:
 
     @property
     def _in_folder(self) -> bool:
-        """Whether it is a folder, in which the file of a search is of this run, and not a file of another name."""
+        """Whether it is a folder, in which the file of a search is of this run, and not a file with another name."""
         return self.path.name == "rounds.jsonl"
 
     @property
     def _in_lab(self) -> bool:
-        """Whether the folder is one of the lab's, so that its other files mean what they are called."""
+        """Whether the folder is one of the lab's, so that its other files can be trusted by name."""
         return self._in_folder and _is_there(self._about.path)
 
     @property
     def held_out(self) -> float | None:
-        """The held-out loss at the end, where the lab has measured it."""
+        """The held-out loss at the end, if the lab measured it."""
         loss: float | None = ((self.result or {}).get("held_out") or {}).get("loss")
         return loss
 
     def _written(self) -> float | None:
-        """When anything of it was last written; None if it is gone."""
+        """The time of the last write to any of its files; None if they are gone."""
         times = []
         for file in (self.path, *([self._loss_lines.path] if self.losses else [])):
             with contextlib.suppress(OSError):
@@ -201,7 +201,7 @@ class Run:
 
 
 class _Document:
-    """A JSON file beside the rounds, read again when it has changed; None if it is not there or not what it must be."""
+    """A JSON file beside the rounds, read again when it changes; its content is None if missing or invalid."""
 
     def __init__(self, path: Path, check: Check) -> None:
         self.content: dict[str, Any] | None = None
@@ -223,7 +223,7 @@ class _Document:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether there is something of this name, which reading it may find to be of no use."""
+    """Whether the name exists, readable or not."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -234,7 +234,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _cleaned(line: dict[str, Any]) -> dict[str, Any]:
-    """A line in which no times are beyond all measure: they are added up."""
+    """The line without absurdly large times, because times are summed."""
     for key in _SECONDS:
         seconds = line.get(key)
         line[key] = seconds if seconds is not None and 0 <= seconds < _MOST_SECONDS else None

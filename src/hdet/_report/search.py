@@ -1,4 +1,4 @@
-"""The search before the first step, as a page tells of it: from the first record, or from the lab's find_lr.json."""
+"""The search before the first step, as shown on a page: from the first record, or from the lab's find_lr.json."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _MOST_POINTS = 2000  # of a ramp
-_HIGHEST = 1.5  # times the loss at the initial weights: what is above it says no more
+_HIGHEST = 1.5  # times the loss at the initial weights: higher losses add no information
 _TRAINED_AS = {"size": "size", "steps": "total_steps", "seed": "seed", "replicas": "replicas", "optimizer": "optimizer"}
 _NUMBERS = ("rate", "factor", "first_loss", "steps", "cost", "seconds")
 
 
 def find_search(lines: Sequence[Mapping[str, Any]], file: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """What a page needs of a search, made sure of; None if there was none that can be told.
+    """The checked data of a search for a page; None if there was no valid one.
 
     Args:
         lines: the rounds, of which the first one may have it.
@@ -36,7 +36,7 @@ def find_search(lines: Sequence[Mapping[str, Any]], file: Mapping[str, Any] | No
 
 
 def answer(search: Mapping[str, Any]) -> str:
-    """What was found and what it took, in a sentence or two."""
+    """The result and its cost, in a sentence or two."""
     rate, start, cost = (number(search[key]) for key in ("rate", "start", "cost"))
     times = "" if not search["start"] else f", {number(search['rate'] / search['start'])} times your rate, {start}"
     took = "cost" if search["seconds"] is None else f"took {seconds(search['seconds'])},"
@@ -45,7 +45,7 @@ def answer(search: Mapping[str, Any]) -> str:
 
 
 def where(search: Mapping[str, Any]) -> str:
-    """Where losses were low, and why the answer is where it is."""
+    """The range of low losses, and how the answer follows from it."""
     low, high, lower, factor = (search[key] for key in ("low", "high", "lower", "factor"))
     if low is None or high is None:
         return ""
@@ -73,7 +73,7 @@ def seconds(x: float) -> str:
 
 
 def _next(told: Mapping[str, Any], rate: float) -> str:
-    """What to do with the answer of a search that no run has followed."""
+    """The next commands after a search that no run has followed yet."""
     by_hand = f"OneCycleLR(optimizer, max_lr={rate:.3g}, ...)"
     scale = _positive(told.get("scale"))
     times = "" if scale is None else f", or {scale:.3g} times the rates that there were"
@@ -82,7 +82,7 @@ def _next(told: Mapping[str, Any], rate: float) -> str:
 
 
 def commands_after(told: Mapping[str, Any]) -> list[str]:
-    """The words after `hdet` that train with what find_lr.json tells, or compare it first where that is not sure."""
+    """The arguments of `hdet` that train with the rate in find_lr.json, or first compare it if it is doubtful."""
     if not isinstance(told.get("task"), str):
         return []
     options = [f"--{flag} {shlex.quote(str(told[name]))}" for flag, name in _TRAINED_AS.items() if name in told]
@@ -104,7 +104,7 @@ def _pair(x: Any) -> tuple[float | None, float | None]:
 
 
 def _curve(x: Any, highest: float) -> list[list[float | None]]:
-    """Two columns: rates that rise, and losses; what is not finite is as high as anything is drawn."""
+    """Two columns: rising rates, and losses; those that are not finite become the highest value drawn."""
     points = x if isinstance(x, (list, tuple)) else []
     rates: dict[float, float | None] = {}
     for point in points[:_MOST_POINTS]:

@@ -16,8 +16,8 @@ from hdet._report.search import seconds as _seconds
 from hdet.records.trend import Trend, words
 
 _HIGHEST = ("center", "base")
-_MOST_NAMES = 4  # hyperparameters that are told one by one
-_FOUND = "found: "  # begins the event that tells of a search before the first step
+_MOST_NAMES = 4  # hyperparameters listed one by one
+_FOUND = "found: "  # prefix of the event about a search before the first step
 _ALARMS = re.compile(r"rolled back|quarantin|diverge|not finite", re.IGNORECASE)
 _CLOSE = 0.1  # of the rounds: nearer to a half than that is no preference
 
@@ -54,7 +54,7 @@ def summary(
 
 
 def _trend(line: Mapping[str, Any]) -> Trend:
-    """What became of the losses since the start, as a record has it."""
+    """The trend of the losses since the start, from a record."""
     return Trend(**{name: line[name] for name in Trend._fields if line.get(name) is not None})
 
 
@@ -71,7 +71,7 @@ def _told(hyperparameters: Mapping[str, Any]) -> list[str]:
 
 
 def _found(first: Mapping[str, Any] | None, search: Mapping[str, Any] | None) -> str:
-    """What a search before the first step has found and cost; empty if there was none."""
+    """The result and cost of a search before the first step; empty if there was none."""
     if search is not None:
         return answer(search)
     events = [str(event) for event in (first or {}).get("events") or ()]  # all that older files have of it
@@ -83,7 +83,7 @@ def _search_card(text: str, search: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def _only_searched(search: Mapping[str, Any], status: Status) -> list[dict[str, str]]:
-    """Of a search that no run has followed, or not yet."""
+    """The summary of a search that no run has followed yet."""
     about = [{"title": "Where", "text": where(search)}] if where(search) else []
     said = f"{status.text[:1].upper()}{status.text[1:]}."
     return [*about, {"title": "Next", "text": search["next"]}, {"title": "Health", "text": said, "tone": "good"}]
@@ -147,7 +147,7 @@ def _controller(lines: Sequence[Mapping[str, Any]], names: Sequence[str], doubte
 def _while_it_mattered(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[Mapping[str, Any]], str]:
     """The rows up to the last one with a base of half its peak or more, and when that was.
 
-    On a schedule's way to zero no scale changes the loss much, and what a controller makes of it says little.
+    While a schedule approaches zero no scale changes the loss much, so the controller's scales say little.
     """
     found = [(line["step"], line["hyperparameters"][name]) for line in lines if name in line["hyperparameters"]]
     half = max((row["base"] for _, row in found if row["base"] is not None), default=0.0) / 2

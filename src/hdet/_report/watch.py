@@ -1,4 +1,4 @@
-"""`hdet watch`: the page of runs that go on, served to this machine only, with what is new every second."""
+"""`hdet watch`: the live page of runs, served to this machine only and updated every second."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """One line in place of a traceback; none where a page was closed before it had its answer."""
+        """Print one line instead of a traceback; nothing if a page was closed before its answer arrived."""
         error = sys.exc_info()[1]
         if not isinstance(error, ConnectionError):
             say(f"hdet: error: {type(error).__name__}: {error}", sys.stderr)
@@ -35,7 +35,7 @@ class Watch:
     """A server for the page of some runs, on 127.0.0.1.
 
     Args:
-        runs: what to watch; they need not have begun.
+        runs: the runs to watch; they need not have started.
         port: 0 for any free one.
 
     Attributes:
@@ -69,7 +69,7 @@ class Watch:
             return page([run_data(run) for run in self._runs], live=True)
 
     def news(self, have: Sequence[str]) -> list[dict[str, Any] | None]:
-        """What a page does not have yet, by run; it says which version of each it has."""
+        """The updates for a page, by run; `have` lists the version of each that the page has."""
         with self._lock:
             for run in self._runs:
                 run.follow()
@@ -135,7 +135,7 @@ def _versions(query: str, runs: int) -> list[str]:
 
 
 def _since(run: Run, version: str) -> int:
-    """How many rounds a page has of what the run is now."""
+    """The number of current rounds that a page already has."""
     match = _VERSION.fullmatch(version)
     known = match is not None and match[1] == str(run.generation) and int(match[2]) <= len(run.lines)
     return int(match[2]) if match is not None and known else 0

@@ -1,1 +1,1 @@
-"""One run: what its ensemble was given, where it is, and what all of its phases share."""
+"""One run: its settings, its position, and the state that all phases share."""

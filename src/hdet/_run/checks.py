@@ -1,4 +1,4 @@
-"""What is refused before training starts, with the line to write instead."""
+"""Reject bad arguments before training starts; each error says what to write instead."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from hdet.controllers import Controller, Fixed, LineSearch, Plan
 def check_interval(
     interval: int | Literal["auto"], total_steps: int | None, explores: bool, plan: Plan | None = None
 ) -> int:
-    """The interval in steps, "auto" resolved; warn if it is longer than a run that explores anything.
+    """Resolve "auto" and return the interval in steps; warn if it is longer than a run that explores anything.
 
     Args:
-        interval: what the user said.
-        total_steps: of the run, if known.
+        interval: the user's argument.
+        total_steps: length of the run, if known.
         explores: whether replicas get different values.
-        plan: what the controller wants, for "auto".
+        plan: the controller's plan, for "auto".
     """
     if total_steps is not None:
         check_count("total_steps", total_steps)
@@ -51,7 +51,7 @@ def check_interval(
 
 
 def check_averaging(averaging: Averaging | None) -> Averaging:
-    """The options of the averaging; the usual ones for None."""
+    """Return the averaging options; the defaults for None."""
     if averaging is not None and not isinstance(averaging, Averaging):
         raise TypeError(
             f"averaging must be an hdet.Averaging, got {averaging!r}; write for example "
@@ -61,7 +61,7 @@ def check_averaging(averaging: Averaging | None) -> Averaging:
 
 
 def check_safety(safety: Safety | None) -> Safety:
-    """The options of the safety; the usual ones for None."""
+    """Return the safety options; the defaults for None."""
     if safety is not None and not isinstance(safety, Safety):
         raise TypeError(
             f"safety must be an hdet.Safety, got {safety!r}; write for example safety=hdet.Safety(guard=True)"
@@ -70,7 +70,7 @@ def check_safety(safety: Safety | None) -> Safety:
 
 
 def check_guard(optimizers: Sequence[Optimizer]) -> None:
-    """Raise unless every rank sees whole gradients, so that all decide alike."""
+    """Raise unless every rank sees whole gradients, which all ranks need to reach the same decision."""
     if any(map(is_sharded, parameters_of(*optimizers))):
         raise ValueError(
             "guard=True needs whole gradients on every rank, but they are sharded: each rank would decide by "
@@ -88,14 +88,14 @@ def check_controller(controller: object) -> None:
 
 
 def check_on_round(on_round: Sequence[object]) -> None:
-    """Raise unless it holds callables."""
+    """Raise unless `on_round` holds callables."""
     for call in on_round:
         if not callable(call):
             raise TypeError(f"on_round must hold callables, got {call!r}; write for example on_round=[print]")
 
 
 def check_hyperparameters(hyperparameters: Sequence[Hyperparameter], optimizers: Sequence[Optimizer]) -> None:
-    """Raise if two hyperparameters are the same scalar or share a name, or one is not the optimizers'."""
+    """Raise if two hyperparameters share a scalar or a name, or if one belongs to no given optimizer."""
     taken: dict[tuple[int, int, str], str] = {}
     names: set[str] = set()
     for h in hyperparameters:
@@ -136,7 +136,7 @@ def _take(taken: dict[tuple[int, int, str], str], place: tuple[int, int, str], h
 def check_gradients(
     gradients: Gradients, explored: Sequence[Hyperparameter], model: nn.Module | None, acts: bool
 ) -> None:
-    """Raise for local gradients of an unknown model, and where shared gradients leave a controller without a signal."""
+    """Raise for local gradients without a model, and for a controller that shared gradients leave without a signal."""
     if gradients not in ("shared", "local"):
         raise ValueError(f'gradients must be "shared" or "local", got {gradients!r}')
     if gradients == "local":
@@ -153,7 +153,7 @@ def check_gradients(
 
 
 def check_state(averaging: Averaging, gradients: Gradients) -> None:
-    """Raise if replicas are to keep their own optimizer state and share their gradients."""
+    """Raise if replicas share gradients but keep separate optimizer state."""
     if not averaging.state and gradients != "local":
         raise ValueError(
             "state=False is for local gradients: with shared ones the state is equal, or must be; write "
@@ -162,7 +162,7 @@ def check_state(averaging: Averaging, gradients: Gradients) -> None:
 
 
 def check_buffers(explored: Sequence[Hyperparameter], model: nn.Module | None) -> None:
-    """Raise if DDP would overwrite explored buffers by the first replica's."""
+    """Raise if DDP would overwrite explored buffers with the first replica's."""
     held = [h.name for h in explored if isinstance(h, InForward) and h.tensors()]
     for module in model.modules() if held and model is not None else ():
         if isinstance(module, nn.parallel.DistributedDataParallel) and module.broadcast_buffers:
@@ -173,19 +173,19 @@ def check_buffers(explored: Sequence[Hyperparameter], model: nn.Module | None) -
 
 
 def check_line_search(controller: Controller, explored: Sequence[Hyperparameter]) -> None:
-    """Raise if a line search is to move something else than a learning rate."""
+    """Raise if a line search would move anything but a learning rate."""
     other = [h.name for h in explored if not is_rate(h)]
     if isinstance(controller, LineSearch) and other:
         raise ValueError(
-            f"LineSearch is for learning rates, and {other[0]} is none: a round does not go proportionally farther "
-            "with it; write controller=hdet.Auto(), which uses slopes for it, or hdet.controllers.Slope()"
+            f"LineSearch is for learning rates, and {other[0]} is not one: the length of a round's step is not "
+            "proportional to it; write controller=hdet.Auto(), which uses slopes for it, or hdet.controllers.Slope()"
         )
 
 
 def check_probe(
     probe: object, explored: Sequence[Hyperparameter], controller: Controller, acts: bool, model: nn.Module | None
 ) -> None:
-    """Raise for a probe that cannot work or is missing; warn where it judges what it cannot judge."""
+    """Raise for a missing or unusable probe; warn if it would judge a regulariser on training data."""
     name = type(controller).__name__
     if probe is not None and not (isinstance(probe, Probe) or callable(probe)):
         raise TypeError(f"probe must be an hdet.Probe or a callable, got {probe!r}; write hdet.Probe(dataset, loss_fn)")
@@ -220,7 +220,7 @@ def check_model(model: object, optimizers: Sequence[Optimizer]) -> None:
 
 
 def check_wrapper(model: nn.Module | None, where: Where | None) -> None:
-    """Raise for a wrapper that does not know the replicas of one process: each would keep its gradients to itself."""
+    """Raise for a wrapper that ignores the replicas of one process: they would not share their gradients."""
     replicas = find_replicas(where)
     if replicas.wrapping_broadcasts or replicas.size == 1 or model is None:
         return
@@ -232,7 +232,7 @@ def check_wrapper(model: nn.Module | None, where: Where | None) -> None:
 
 
 def check_can_diverge(optimizers: Sequence[Optimizer]) -> None:
-    """Raise where replicas cannot hold different weights, or must not take different steps."""
+    """Raise for optimizers whose replicas cannot hold different weights or must not take different steps."""
     for optimizer in optimizers:
         if isinstance(optimizer, optim.LBFGS):
             raise ValueError(

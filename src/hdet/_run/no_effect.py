@@ -1,4 +1,4 @@
-"""What is accepted but has no effect, or not the one that it seems to have: a warning that says what to write."""
+"""Warn about arguments that have no effect, or a surprising one, and say what to write instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _warm_up_told = ContextVar("warm_up_told", default=False)
 
 
 def warn_without_effect(controller: Controller, searches: bool, observe_only: bool, explores: bool) -> None:
-    """Warn of arguments that change nothing, with what to do; `searches` if somebody has asked for a line search."""
+    """Warn about arguments that change nothing; `searches` says whether the user asked for a line search."""
     name = type(controller).__name__
     problem = None
     if (controller.needs_score or searches) and not explores:
@@ -30,7 +30,7 @@ def warn_without_effect(controller: Controller, searches: bool, observe_only: bo
 
 @contextmanager
 def warm_up_told() -> Iterator[None]:
-    """Within it, in this thread, nobody is warned of a warm-up that never ends: the caller does that itself."""
+    """Suppress the warning about an endless warm-up in this thread: the caller warns instead."""
     token = _warm_up_told.set(True)
     try:
         yield
@@ -39,7 +39,7 @@ def warm_up_told() -> Iterator[None]:
 
 
 def warn_of_warm_up(controller: Controller, explores: bool, interval: int, total_steps: int | None) -> None:
-    """Warn of a controller that never acts, as its warm-up is longer than the run."""
+    """Warn about a controller that never acts because its warm-up is longer than the run."""
     if not (isinstance(controller, Softmax) and explores) or total_steps is None or _warm_up_told.get():
         return
     last = last_acting_step(interval, total_steps)
@@ -51,7 +51,7 @@ def warn_of_warm_up(controller: Controller, explores: bool, interval: int, total
 
 
 def warn_of_probe(controller: Controller, probe: object, wants: Plan, local: bool, tail: float | None) -> None:
-    """Warn of a probe that nobody reads, and of a line search where replicas do not lie on a line."""
+    """Warn about an unused probe, and about a line search whose replicas do not lie on a line."""
     problem = None
     if probe is not None and isinstance(controller, Fixed) and not tail:
         problem = "the probe costs time and Fixed does not read it: leave it out, or choose another controller"
@@ -65,9 +65,9 @@ def warn_of_probe(controller: Controller, probe: object, wants: Plan, local: boo
 
 
 def warn_of_bases(explored: Iterable[Hyperparameter]) -> None:
-    """Warn of what stays the same on all replicas, as every multiple of it is the same."""
+    """Warn about hyperparameters that multiplying cannot change, so that all replicas get the same value."""
     explored = list(explored)
-    off: dict[str, list[bool]] = {}  # of momenta and decays; a rate of 0 may be the start of a schedule
+    off: dict[str, list[bool]] = {}  # momenta and decays only: a rate of 0 may be the start of a schedule
     for h in explored:
         if isinstance(h, InGroups) and not is_rate(h):
             off.setdefault(h.place, []).extend(not h.steered(float(base)) for base in h.bases())
@@ -87,7 +87,7 @@ def warn_of_bases(explored: Iterable[Hyperparameter]) -> None:
 
 
 def warn_of_two_replicas(controller: Controller, wants: Plan, names: Iterable[str], rates: Iterable[str]) -> None:
-    """Warn of a line search that two replicas are too few for: of one among several, whose others move too."""
+    """Warn if two replicas are too few: a search of one rate among several needs three, as the others move too."""
     searched = list(names if isinstance(controller, LineSearch) else rates)
     if wants.needs_line and len(searched) > 1:
         warn(
@@ -98,16 +98,16 @@ def warn_of_two_replicas(controller: Controller, wants: Plan, names: Iterable[st
 
 
 def warn_of_outer_step(averaging: Averaging, interval: int, total_steps: int | None) -> None:
-    """Warn of an outer step that is never taken."""
+    """Warn about an outer step that is never taken."""
     if averaging.steps and total_steps is not None and interval >= total_steps:
         warn(
             f"outer_step={averaging.outer_step} has no effect: the only round, of {total_steps} steps, is the last "
-            "one, whose change is applied whole; use a shorter interval, for example 10"
+            "one, and the last round's change is applied in full; use a shorter interval, for example 10"
         )
 
 
 def warn_not_searched() -> None:
-    """Warn that a rate was to be found before the first step."""
+    """Warn that the learning rate should have been found before the first step."""
     warn(
         "Auto finds the learning rate before the first step in a long run or with one replica, but find_lr() was not "
         "called: call ensemble.find_lr(loader, loss_fn, scheduler=scheduler); or, if you know the rate, write "
@@ -116,5 +116,5 @@ def warn_not_searched() -> None:
 
 
 def last_acting_step(interval: int, total_steps: int) -> int:
-    """The end of the last full round that is followed by another step: 0 if there is none."""
+    """The step that ends the last full round with a step after it; 0 if there is none."""
     return (total_steps - 1) // interval * interval

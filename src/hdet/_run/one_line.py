@@ -1,4 +1,4 @@
-"""An ensemble in one line: what `repr` shows. Reads nothing from a device and asks no other replica."""
+"""`repr` of an ensemble. Reads nothing from a device and asks no other replica."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hdet._explore.hyperparameter import Hyperparameter
 from hdet._run.rounds import Stage
 from hdet._run.run import Run
 
-_MOST = 3  # hyperparameters that are told one by one
+_MOST = 3  # hyperparameters listed one by one
 
 
 def one_line(run: Run) -> str:
-    """Replica, step, what it trains with as center x multiplier, interval, controller; what is out of the ordinary."""
+    """Replica, step, values as center x multiplier, interval, controller, and anything unusual."""
     at, given, replicas = run.at, run.settings, run.replicas
     of = "" if given.total_steps is None else f" of {given.total_steps}"
     names = [h.name for h in given.hyperparameters]
@@ -30,7 +30,7 @@ def one_line(run: Run) -> str:
 
 
 def _trains_with(h: Hyperparameter, run: Run) -> str:
-    """Its name, the center in its first place and this replica's multiplier, if it is not 1."""
+    """The name, the center in the first place, and this replica's multiplier unless it is 1."""
     scale = run.scales[h.name]
     multiplier = 1.0 if run.at.closed else run.rounds.multipliers[h.name]
     bases = run.values.used(h) if run.values.fan_out.applied else list(h.bases())

@@ -1,4 +1,4 @@
-"""Where the run is, who the replicas are, and who tries what in this round. No tensors, no traffic."""
+"""The run's position, its replicas, and which replica tries what in this round. No tensors, no traffic."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from hdet._user_warning import warn
 
 
 class Stage(Enum):
-    """Where the run is, between two calls."""
+    """The state of a run between two calls."""
 
     DEALT = auto()
-    """A round is dealt; its first step has not been taken."""
+    """Slots are dealt; the round's first step is not taken yet."""
     TRAINING = auto()
-    """Steps of a round are taken."""
+    """A round is under way."""
     FINISHED = auto()
     """There are no more rounds: steps are plain."""
     CONSENSUS = auto()
     """The model holds the average for a while: no step may be taken."""
     CLOSED = auto()
-    """The ensemble is closed, for good: steps are plain."""
+    """The ensemble is closed for good: steps are plain."""
 
 
 @dataclass
 class Position:
-    """Where the run is.
+    """The run's progress.
 
     Attributes:
         step: optimizer steps taken.
         round: rounds ended.
-        step_in_round: optimizer steps of this round.
-        cut: this round was not begun at its first step, so its scores do not count.
-        noisy: the replicas began this round with weights of their own, so it ends in an average, taken whole.
-        equal: the replicas are known to hold the same weights. Not saved: the weights are loaded apart.
-        stage: what may be done now; `enter()` writes it.
+        step_in_round: optimizer steps taken in this round.
+        cut: this round did not start at its first step, so its scores do not count.
+        noisy: the replicas started this round with different weights, so its average is applied in full.
+        equal: the replicas are known to hold the same weights. Not saved: the weights are loaded separately.
+        stage: which calls are allowed now; `enter()` writes it.
     """
 
     step: int = 0
@@ -49,10 +49,10 @@ class Position:
     noisy: bool = False
     equal: bool = False
     stage: Stage = Stage.DEALT
-    _outside: Stage = Stage.DEALT  # of a consensus, or of an ensemble that was closed
+    _outside: Stage = Stage.DEALT  # the stage outside a consensus, or before close()
 
     def enter(self, stage: Stage) -> Stage:
-        """Go to another stage; the one before, to come back to. There is no way back from CLOSED."""
+        """Switch to another stage and return the previous one. CLOSED is final."""
         before = self.stage
         if before is not Stage.CLOSED:
             if before is not Stage.CONSENSUS:
@@ -79,17 +79,17 @@ class Rounds:
     """The rounds of one run, seen from one replica.
 
     Args:
-        hyperparameters: what is explored.
+        hyperparameters: the explored ones.
         interval: optimizer steps per round.
         total_steps: optimizer steps of the whole run, if known.
-        seed: what the slots are dealt from.
+        seed: seed for dealing the slots.
         where: the replicas; by default all ranks.
         design: how slots are dealt to several hyperparameters.
-        until: by name, the step from which on a hyperparameter is not explored any more.
-        local: the replicas differ even under the same values, as they do not share their gradients.
+        until: by name, the step at which a hyperparameter stops being explored.
+        local: gradients are not shared, so replicas differ even with equal values.
 
     Attributes:
-        at: where the run is.
+        at: the run's position.
         dealt: this round's multipliers by hyperparameter and replica; the same on every replica.
         warns_alone: whether a single replica that was to explore gets a warning.
     """
@@ -116,26 +116,26 @@ class Rounds:
         self._seed = seed
         self._where = where
         self._replicas: Replicas | None = None
-        self._diverges: bool | None = None  # settled when a round is dealt, as every step asks for it
+        self._diverges: bool | None = None  # computed once per round, because every step reads it
         self._at_end = weakref.finalize(self, _warn_unfinished, self.at)
 
     @property
     def replicas(self) -> Replicas:
-        """Who the replicas are: fixed by the first optimizer step, looked up anew before it."""
+        """The replicas: looked up on each call before the first optimizer step, fixed from then on."""
         return self._replicas if self._replicas is not None else find_replicas(self._where)
 
     @property
     def diverges(self) -> bool:
-        """Whether the replicas come to hold different weights in this round."""
+        """Whether the replicas' weights diverge in this round."""
         return self._find_out() if self._diverges is None else self._diverges
 
     @property
     def explores(self) -> bool:
-        """Whether the replicas try different values in this round, so that there is something to compare."""
+        """Whether the replicas try different values in this round, which gives a controller something to compare."""
         return self.diverges and bool(self._explored())
 
     def ever_explores(self, h: Hyperparameter) -> bool:
-        """Whether replicas try different values of it in any round of the run."""
+        """Whether replicas try different values of `h` in any round of the run."""
         return h.diverges and self._until.get(h.name) != 0
 
     @property
@@ -146,25 +146,25 @@ class Rounds:
         return {name: row[replicas.rank] for name, row in dealt.items()}
 
     def start(self) -> bool:
-        """Fix who the replicas are and deal the first slots; False if that was done before."""
+        """Fix the replicas and deal the first slots; False if already done."""
         if self._replicas is not None:
             return False
         self._replicas = find_replicas(self._where)
         if self.warns_alone and (self._local or self._explored()) and self._replicas.size == 1:
             warn(
-                "there is one replica only, so the spread has no effect and this is plain training; launch several: "
-                "with torchrun, and torch.distributed.init_process_group() first; with `hdet train`, by --replicas"
+                "there is only one replica, so the spread has no effect and this is plain training; launch several: "
+                "with torchrun, after torch.distributed.init_process_group(); with `hdet train`, through --replicas"
             )
         self._deal_again()
         return True
 
     def begin_noisy(self) -> None:
-        """The replicas begin the first round with weights of their own."""
+        """Note that the replicas start the first round with different weights."""
         self.at.noisy = True
         self._deal_again()
 
     def count(self, steps: int) -> bool:
-        """Count optimizer steps; whether the round ends with them."""
+        """Count optimizer steps; return whether they complete the round."""
         at = self.at
         at.step += steps
         if at.finished:
@@ -174,7 +174,7 @@ class Rounds:
         return at.step_in_round >= self._interval or self.over
 
     def catch_up(self, step: int) -> None:
-        """Go to the step where the others end this round."""
+        """Advance to the step where the other replicas end this round."""
         self.at.step_in_round += step - self.at.step
         self.at.step = step
 
@@ -195,14 +195,14 @@ class Rounds:
         self._deal_again()
 
     def finish(self) -> None:
-        """No more rounds: every multiplier is 1 from now on."""
+        """End the rounds: every multiplier is 1 from now on."""
         at = self.at
         at.step_in_round, at.cut, at.noisy, at.equal = 0, False, False, True
         at.enter(Stage.FINISHED)
         self._deal_again()
 
     def start_from(self, step: int) -> None:
-        """Go to a step that was reached without an ensemble, by replicas that hold the same weights."""
+        """Start at a step reached without an ensemble; the replicas must hold the same weights."""
         at = self.at
         at.step, at.round, at.step_in_round = step, step // self._interval, step % self._interval
         at.cut, at.noisy, at.equal = at.step_in_round > 0, False, step > 0
@@ -210,7 +210,7 @@ class Rounds:
         self._deal_again()
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Go on from `state_dict()`; a longer run than the one that was saved goes on exploring."""
+        """Resume from `state_dict()`; if this run is longer than the saved one, it keeps exploring."""
         for key in _SAVED:
             setattr(self.at, key, state[key])
         self.at.equal = False
@@ -218,11 +218,11 @@ class Rounds:
         self._deal_again()
 
     def state_dict(self) -> dict[str, int | bool]:
-        """The progress. The slots are dealt again from it, on any number of replicas."""
+        """The progress, from which slots can be dealt again on any number of replicas."""
         return {**{key: getattr(self.at, key) for key in _SAVED}, "finished": self.at.finished}
 
     def close(self) -> None:
-        """Give back the process group, and warn if the run ends in mid-round."""
+        """Release the process group; warn if the run ends in mid-round."""
         if self._replicas is not None:
             self._replicas.close()
         self._at_end()
@@ -249,7 +249,7 @@ class Rounds:
         return dealt
 
     def _explored(self) -> list[Hyperparameter]:
-        """What the replicas try different values of in this round."""
+        """The hyperparameters whose values differ between replicas in this round."""
         began = self.at.step - self.at.step_in_round
         return [h for h in self._hyperparameters if h.diverges and began < self._until.get(h.name, began + 1)]
 

@@ -1,4 +1,4 @@
-"""What all phases of an ensemble share: what it was given, where the run is, its tensors and its values."""
+"""The state that all phases of an ensemble share: settings, position, tensors and values."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Run:
     """One run of one ensemble, seen from one replica.
 
     Args:
-        settings: what the ensemble was given.
+        settings: the ensemble's arguments, checked.
 
     Attributes:
-        at: where the run is.
+        at: the run's position.
         data: whether this replica has data.
-        found: what a search before the first step has found.
-        clock: when this round began, by `time.perf_counter()`.
-        last_checkpoint: where the run can be resumed from, for errors that end it.
-        resumed: whether it goes on from a saved state.
+        found: the result of a search before the first step.
+        clock: start of this round, by `time.perf_counter()`.
+        last_checkpoint: the checkpoint that a fatal error suggests resuming from.
+        resumed: whether the run was resumed from a saved state.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -77,30 +77,30 @@ class Run:
         return dict.fromkeys(scales, 1.0) if self.at.closed else scales
 
     def write_values(self) -> None:
-        """What this replica trains with from the next step on."""
+        """Write the values that this replica trains with from the next step on."""
         self.values.set(self.scales, self.rounds.multipliers)
 
     # Whether the replicas hold the same
 
     @property
     def equal(self) -> bool:
-        """Whether they are known to hold the same weights."""
+        """Whether the replicas are known to hold the same weights."""
         return not self.rounds.diverges or (self.at.equal and not self.values.fan_out.steps)
 
     def made_equal(self) -> None:
-        """They do now: they were averaged, or have gone back together."""
+        """Note that the replicas now hold the same weights: they were averaged or rolled back together."""
         self.at.equal = True
 
     @property
     def mid_round(self) -> bool:
-        """Whether a round is under way, in which the replicas hold different weights."""
+        """Whether a round is under way and the replicas hold different weights."""
         at = self.at
         begun = (at.step_in_round > 0 and not at.equal) or self.values.fan_out.steps > 0
         return begun and not at.finished and self.rounds.diverges
 
     @property
     def replicas_differ(self) -> bool:
-        """Whether what replicas hold is their own: weights in mid-round, and optimizer state that is not averaged."""
+        """Whether replicas hold different state: weights in mid-round, or optimizer state that is never averaged."""
         at = self.at
         if at.step == 0:
             self.note_noise()
@@ -108,36 +108,36 @@ class Run:
         return self.mid_round or own_state or (at.noisy and self.rounds.diverges)
 
     def note_noise(self) -> None:
-        """Before the first step: see whether a warm initialisation has made the replicas different."""
+        """Before the first step, check whether a warm initialisation made the replicas different."""
         noisy = take_noise(self.settings.model, self.tensors.trained())
         if noisy:
             self.tensors.set_noisy(noisy)
             self.rounds.begin_noisy()
 
     def forget_noise(self) -> None:
-        """The weights are loaded, or are the same on all replicas: whatever noise was given to them is gone."""
+        """Note that loaded or equal weights have replaced any initial noise."""
         take_noise(self.settings.model, self.tensors.trained())
         self.tensors.set_noisy(())
 
     # What all replicas must agree on
 
     def claims(self) -> Claims:
-        """What must be the same on all replicas before the first step."""
+        """The values that must be equal on all replicas before the first step."""
         return self.settings.claims(self.replicas.size, self.at.step, self.tensors.followers_whole())
 
     def agree(self) -> None:
-        """Compare it, if there were no replicas yet when the ensemble was made. Collective then."""
+        """Compare the claims if there were no replicas yet when the ensemble was made; collective in that case."""
         if not self._agreed and self.replicas.ranks.size > 1:
             settle(self.replicas, "the first step of hdet.Ensemble", self.claims())
             self._agreed = True
 
     def diverged(self, what: str) -> RuntimeError:
-        """The error that ends the run."""
+        """The error that ends a diverged run."""
         place = (
             f" from {self.last_checkpoint}" if self.last_checkpoint else ", from your last checkpoint if there is one"
         )
         return RuntimeError(
-            f"the run has diverged: {what} at step {self.at.step}. Begin again with a lower learning rate"
-            f"{place}, or let it recover by itself: safety=hdet.Safety(rollback=True); hdet.find_lr finds a rate "
+            f"the run has diverged: {what} at step {self.at.step}. Start again with a lower learning rate"
+            f"{place}, or let the run recover by itself: safety=hdet.Safety(rollback=True); hdet.find_lr finds a rate "
             "beforehand"
         )

@@ -1,4 +1,4 @@
-"""What an ensemble was given: checked, completed, and told to the other replicas."""
+"""The arguments of an ensemble: checked, completed, and compared with the other replicas'."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hdet.records.record import OnRound
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Arguments:
-    """The arguments of `hdet.Ensemble`, which says what they mean."""
+    """The arguments of `hdet.Ensemble`, which documents them."""
 
     optimizer: Optimizer | Sequence[Optimizer]
     hyperparameters: Sequence[Hyperparameter | Sequence[Hyperparameter]] | None
@@ -55,12 +55,12 @@ class Arguments:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Settings(Arguments):
-    """The same, checked and completed: they hold for the whole life of an ensemble.
+    """The arguments, checked and completed. They stay fixed for the lifetime of an ensemble.
 
     Attributes:
-        hyperparameters: all of them, the learning rate that a rollback cuts included.
-        explored: those that replicas get different values of.
-        plan: what the controller wants for this run.
+        hyperparameters: all of them, including the learning rate that a rollback cuts.
+        explored: those with different values on the replicas.
+        plan: the controller's plan for this run.
     """
 
     optimizer: tuple[Optimizer, ...]
@@ -86,16 +86,16 @@ class Settings(Arguments):
 
     @property
     def diverges(self) -> bool:
-        """Whether replicas are to hold different weights within a round."""
+        """Whether replicas hold different weights within a round."""
         return bool(self.explored) or self.local
 
     @property
     def rates(self) -> list[str]:
-        """The hyperparameters that are learning rates, by name."""
+        """The names of the hyperparameters that are learning rates."""
         return [h.name for h in self.hyperparameters if is_rate(h)]
 
     def told(self) -> dict[str, object]:
-        """What was given beside the hyperparameters, in plain values, as the other replicas are told."""
+        """All arguments but the hyperparameters, as plain values to compare with the other replicas'."""
         options = {
             "seed": self.seed, "interval": self.interval, "total_steps": self.total_steps,
             "observe_only": self.observe_only, "controller": self.controller, "gradients": self.gradients,
@@ -104,7 +104,7 @@ class Settings(Arguments):
         return {name: plain(value) for name, value in options.items()}
 
     def claims(self, replicas: int, step: int, followers: Iterable[Tensor]) -> Claims:
-        """What must be the same on all replicas before the first step."""
+        """The values that must be equal on all replicas before the first step."""
         options = {**self.told(), "replicas": replicas, "the step to go on from": step, "probe": _kind(self.probe)}
         return fingerprint(
             options, self.optimizers, self.model, self.hyperparameters, followers, compare_tensors=self.diverges
@@ -112,10 +112,10 @@ class Settings(Arguments):
 
 
 def instead(write: str) -> dict[str, str]:
-    """What to write for an option that belongs to another object, by its name, and by other names for it.
+    """Map misplaced options, and other names for them, to what to write instead.
 
     Args:
-        write: how an argument of `hdet.Ensemble` is written, such as "{}={}".
+        write: the format of an argument of `hdet.Ensemble`, such as "{}={}".
     """
     names = {"tail_average": "tail", "average_state": "state", "also": "followers"}
     found = {name: write.format("safety", f"hdet.Safety({name}=...)") for name in _names(Safety)}
@@ -129,14 +129,14 @@ def instead(write: str) -> dict[str, str]:
 
 
 def read_settings(given: Arguments) -> Settings:
-    """The arguments of an ensemble, checked and completed.
+    """Check and complete the arguments of an ensemble.
 
     Raises:
-        TypeError, ValueError: for what cannot work, with what to write instead.
+        TypeError, ValueError: if the arguments cannot work; the message says what to write instead.
     """
     check_deepspeed(given.optimizer, given.model, given.gradients)
     if isinstance(given.model, nn.Module):
-        reshard(given.model)  # while whole weights are gathered its parameters are others
+        reshard(given.model)  # while whole weights are gathered, the model has other parameters
     several = given.optimizer if isinstance(given.optimizer, Sequence) else (given.optimizer,)
     optimizers = tuple(map(unwrap, several))
     explorable = flatten([learning_rate(optimizers)] if given.hyperparameters is None else given.hyperparameters)
@@ -164,7 +164,7 @@ def read_settings(given: Arguments) -> Settings:
         "on_round": tuple(given.on_round),
     }
     settings = Settings(**{**vars(given), **completed})
-    if settings.averaging.tail:  # what is scored is shared out over the replicas
+    if settings.averaging.tail:  # the replicas split the probe data
         check_shards(optimizers, given.model, where, given.gradients)
     _warn(settings, searches=given.controller is not None and wanted.needs_line)
     return settings
@@ -175,7 +175,7 @@ def _names(options: type) -> list[str]:
 
 
 def _completed(averaging: Averaging, wanted: Plan, tail: float, given: Arguments) -> Averaging:
-    """What the user wants, and what the controller wants where the user has not said and it is possible."""
+    """The user's choices, completed by the controller's where the user made none and they are possible."""
     if averaging.tail is not None:
         tail = check_part(averaging.tail, given.total_steps, given.probe, given.model)
     elif tail and unfit(given.probe, given.model) is not None:
@@ -185,7 +185,7 @@ def _completed(averaging: Averaging, wanted: Plan, tail: float, given: Arguments
 
 
 def _tail_told(given: Arguments, averaging: Averaging, wanted: float) -> dict[str, str]:
-    """What is said in the record of an average that the controller wants."""
+    """The record's event about a tail average that the controller asked for."""
     if averaging.tail is not None or not wanted:
         return {}
     reason = unfit(given.probe, given.model)
@@ -232,7 +232,7 @@ def _check(
 
 
 def _warn(settings: Settings, searches: bool) -> None:
-    """Warn of what has no effect; `searches` if somebody has asked for a line search."""
+    """Warn about options without effect; `searches` says whether the user asked for a line search."""
     interval, total_steps, averaging = settings.interval, settings.total_steps, settings.averaging
     no_effect.warn_without_effect(settings.controller, searches, settings.observe_only, bool(settings.explored))
     no_effect.warn_of_warm_up(settings.controller, bool(settings.explored), interval, total_steps)
@@ -242,14 +242,14 @@ def _warn(settings: Settings, searches: bool) -> None:
 
 
 def _replicas(where: Where | None) -> int | None:
-    """How many there are; None if they come only later, as they may where several processes were launched."""
+    """The number of replicas; None if several processes were launched and their group may come later."""
     size = find_replicas(where).size
     launched = os.environ.get("WORLD_SIZE") not in (None, "", "1")
     return None if size == 1 and launched and not dist.is_initialized() else size
 
 
 def _kind(probe: AnyProbe | None) -> object:
-    """What can be compared of a probe: a function's name, as what it holds may differ (a device)."""
+    """The comparable part of a probe: a function's name only, because its contents may differ (a device)."""
     if probe is None or isinstance(probe, Probe):
         return probe
     return getattr(probe, "__qualname__", type(probe).__qualname__)

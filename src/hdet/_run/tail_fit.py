@@ -1,20 +1,20 @@
-"""Whether the weights of a run can be averaged over its last part."""
+"""Decide whether a run's weights can be averaged over its last part."""
 
 from __future__ import annotations
 
 from torch import nn
 
-PROBES = 16  # that the average and the last weights are compared on: docs/research.md, "The tail average"
+PROBES = 16  # scored to compare the average with the last weights: docs/research.md, "The tail average"
 
 
 def check_part(part: float, total_steps: int | None, probe: object, model: nn.Module | None) -> float:
-    """The part of the run that a user wants averaged, if it can be.
+    """Return the part of the run to average, as the user wrote it.
 
     Raises:
-        ValueError: if it cannot, with what to write instead.
+        ValueError: if it cannot be averaged; the message says what to write instead.
     """
     if part and total_steps is None:
-        raise ValueError("tail is a part of the run, whose length must be known: write total_steps=...")
+        raise ValueError("tail is a part of the run, so the run's length must be known: write total_steps=...")
     reason = None if not part else unfit(probe, model)
     if reason is not None:
         raise ValueError(f"a tail average cannot be used: {reason}; leave it out, or write hdet.Averaging(tail=0)")
@@ -28,10 +28,10 @@ def unfit(probe: object, model: nn.Module | None) -> str | None:
     if model is None:
         return "it needs to know the model (model=model)"
     if any(getattr(module, "running_mean", None) is not None for module in model.modules()):
-        return "the running statistics of its normalisation would not be those of the averaged weights"
+        return "the running statistics of its normalisation would not fit the averaged weights"
     return None
 
 
 def probes_at_end(part: float, probe: object, model: nn.Module | None) -> int:
-    """How often a probe is scored when the run ends; 0 without an average."""
+    """How many probes are scored when the run ends; 0 without an average."""
     return 2 * PROBES if part and unfit(probe, model) is None else 0

@@ -1,1 +1,1 @@
-"""Which tensors a run has, and what is done with them: averaging, parts, copies to go back to."""
+"""The tensors of a run: which they are, averaging, sharded parts, copies to restore."""

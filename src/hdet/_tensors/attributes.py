@@ -1,4 +1,4 @@
-"""Plain values that objects keep in attributes, put back after a measurement: counters, lists of outputs, metrics."""
+"""Restores plain values in attributes of objects after a measurement: counters, lists of outputs, metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 _DEPTH = 4  # of containers within containers
-_LONG = 10_000  # entries of a container whose entries are not looked into
+_LONG = 10_000  # longer containers are not searched
 _OF_MODULES = ("_parameters", "_buffers", "_modules", "training")
 _Restore = Callable[[], object]
 
@@ -50,7 +50,7 @@ def modules_of_users(model: nn.Module) -> list[nn.Module]:
 
 
 def _keep(value: Any, depth: int) -> _Restore:
-    """What puts the content of `value` back, in place."""
+    """A function that restores the content of `value` in place."""
     if depth and isinstance(value, (list, dict, set, deque)):
         return _keep_container(value, depth)
     if isinstance(value, Tensor):

@@ -1,6 +1,6 @@
 """Converge: replace tensors by their mean over the replicas, in place, through flat buckets.
 
-Which tensors those are is decided here too: `parameters`, `buffers` and `module_tensors`.
+This module also selects those tensors: `parameters`, `buffers` and `module_tensors`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def parameters(optimizers: Iterable[Optimizer], trained: Container[int] = ()) ->
     """The trained parameters, each once. Frozen ones never change and are left alone.
 
     Args:
-        optimizers: whose parameters.
+        optimizers: the optimizers with the parameters.
         trained: ids of parameters that were trained earlier in the round, and may have been frozen since.
     """
     return _averageable(p for p in parameters_of(*optimizers) if p.requires_grad or id(p) in trained)
@@ -39,7 +39,7 @@ def buffers(module: nn.Module | None) -> list[Tensor]:
 
 
 def module_tensors(followers: Iterable[nn.Module | Tensor]) -> list[Tensor]:
-    """Everything that can be averaged of modules that follow the weights, frozen tensors included."""
+    """All tensors of modules that follow the weights and can be averaged, including frozen ones."""
     return _averageable(tensors_of(followers))
 
 
@@ -74,11 +74,11 @@ def average(
     bytes, not on the number of tensors.
 
     Args:
-        tensors: what is averaged.
-        replicas: between whom.
-        bucket_bytes: what travels at once.
+        tensors: the tensors to average.
+        replicas: the replicas to average over.
+        bucket_bytes: size of a bucket.
         of: the replicas whose tensors count; by default all of them. All get the mean.
-        atomic: put everything back if a replica is lost meanwhile. Costs one copy of the tensors.
+        atomic: restore everything if a replica is lost meanwhile. Costs one copy of the tensors.
 
     Raises:
         LostReplicaError: if a replica is lost; it says whether the tensors are as before.
@@ -128,9 +128,9 @@ def average_in_buckets(
 def averaged(
     tensors: Sequence[Tensor], replicas: Replicas, kept: Sequence[Tensor] = (), of: Sequence[int] | None = None
 ) -> Iterator[None]:
-    """Within it `tensors` hold their mean over the replicas; afterwards their own values, bit for bit.
+    """Within this context `tensors` hold their mean over the replicas; afterwards their own values, bit for bit.
 
-    So do those in `kept`, which are not averaged. Costs one copy of both. They come back too if averaging fails.
+    Tensors in `kept` are restored too, but not averaged. Costs one copy of both. Also restores if averaging fails.
     """
     touched = [elements(t) for t in once((*tensors, *kept))]
     own = [t.detach().clone() for t in touched]
@@ -149,7 +149,7 @@ def copy_from(
 ) -> None:
     """Replace each tensor by that of replica `source`, in place, through flat buckets.
 
-    A replica that does not `take` them takes part all the same.
+    A replica without `take` takes part but keeps its own tensors.
     """
     for batch in _batches(tensors, bucket_bytes, as_they_are=True):
         flat = torch.cat([t.reshape(-1) for t in batch])
@@ -212,7 +212,7 @@ def _averageable(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def has_numbers(tensor: Tensor) -> bool:
-    """Whether it has elements that can be averaged, and can be not finite."""
+    """Whether its elements can be averaged and may be not finite."""
     return tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype not in _PACKED
 
 

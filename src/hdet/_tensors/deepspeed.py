@@ -1,6 +1,6 @@
-"""DeepSpeed: ZeRO-0 is data parallel as DDP is; what its other stages share out over the ranks cannot diverge.
+"""DeepSpeed: ZeRO-0 is data parallel like DDP; other stages spread state over the ranks, so replicas cannot diverge.
 
-Nothing is imported of it: its classes are told by where they come from.
+DeepSpeed is never imported: its classes are recognised by their module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _REMEDY = (
 
 
 def check_deepspeed(optimizer: Any, model: Any, gradients: str = "shared") -> None:
-    """Raise for what DeepSpeed has sharded or keeps in flat buffers of its own.
+    """Raise if DeepSpeed has sharded the model or keeps it in its own flat buffers.
 
     Args:
         optimizer: one or several, wrapped as the user has them: inside there is a plain torch optimizer whose
@@ -24,7 +24,7 @@ def check_deepspeed(optimizer: Any, model: Any, gradients: str = "shared") -> No
         gradients: whether replicas share them.
 
     Raises:
-        ValueError: with what to write instead.
+        ValueError: if so; the message says what to write instead.
     """
     stage = _stage(model)
     if stage:

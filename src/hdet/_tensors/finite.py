@@ -1,4 +1,4 @@
-"""Whether tensors are finite, found out on their device."""
+"""Checks on the device whether tensors are finite."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def not_finite(gradients: Sequence[Tensor]) -> Tensor | None:
 
 
 def looked_at(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those that can be not finite, in the order of `flags()`: by dtype and device."""
+    """The tensors that may be not finite, in the order of `flags()`: by dtype and device."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for t in tensors:
         if has_numbers(t):

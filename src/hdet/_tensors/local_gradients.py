@@ -1,6 +1,6 @@
-"""Local gradients: replicas train on their own between converges, and nothing is sent for a step.
+"""Local gradients: replicas train on their own between converges, and steps send nothing.
 
-DistributedDataParallel has a switch for it, the one that its `no_sync()` turns for the length of a block.
+DistributedDataParallel has a switch for it, which `no_sync()` sets for the duration of a block.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ class LocalGradients:
         self._wrappers: list[Any] = [module for module in modules if hasattr(module, _SWITCH)]
         self._local = model is not None
         self._before = [(getattr(w, _SWITCH), getattr(w, _BUFFERS, True)) for w in self._wrappers]
-        self._unsure = self._local and not self._wrappers  # a wrapper around the model would go on sharing
+        self._unsure = self._local and not self._wrappers  # a wrapper around the model would keep sharing
         self._sum: Tensor | None = None
 
     def start(self) -> None:
-        """No more gradients are shared."""
+        """Stop sharing gradients."""
         for wrapper in self._wrappers:
             setattr(wrapper, _SWITCH, False)
             setattr(wrapper, _BUFFERS, False)
 
     def restore(self) -> None:
-        """Gradients are shared as they were."""
+        """Share gradients as before."""
         self._put_back()
 
     @torch.no_grad()
     def note(self, parameters: Iterable[Tensor]) -> None:
-        """Before the first step: keep the sum of its gradients, by which the replicas can tell. No host read."""
+        """Before the first step, keep the sum of its gradients to compare with other replicas. No host read."""
         if not self._unsure or self._sum is not None:
             return
         sums = [_sum(p.grad) for p in parameters if p.grad is not None]
@@ -51,15 +51,15 @@ class LocalGradients:
             self._sum = torch.stack([total.to(sums[0].device) for total in sums]).sum()
 
     def told(self, device: torch.device) -> Tensor:
-        """What the others are told at the end of a round: one number."""
+        """The number to send to the others at the end of a round."""
         if not self._unsure or self._sum is None:
             return torch.full((1,), math.nan, dtype=torch.float64, device=device)
         return self._sum.to(device).view(1)
 
     def read(self, everyone: Sequence[float]) -> None:
-        """Warn if all replicas tell of the same gradients: somebody shares them."""
+        """Warn if all replicas send the same number: something shares the gradients."""
         seen = [total for total in everyone if math.isfinite(total) and total != 0]
-        self._sum = None  # nobody has one that says something: the next round's first step is looked at
+        self._sum = None  # no replica has a usable one: look at the next round's first step
         if not self._unsure or not seen:
             return
         self._unsure = False
@@ -72,10 +72,10 @@ class LocalGradients:
 
     @contextmanager
     def sharing(self, replicas: int) -> Iterator[None]:
-        """Within it gradients are shared.
+        """Share gradients within this context.
 
         Raises:
-            ValueError: if nothing can share them.
+            ValueError: if there is no wrapper that can share them.
         """
         if self._local and not self._wrappers and replicas > 1:
             raise ValueError(

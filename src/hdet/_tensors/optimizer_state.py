@@ -1,4 +1,4 @@
-"""What optimizers remember: which of it can differ between replicas, and how it is made before the first step."""
+"""Optimizer state: which of it can differ between replicas, and how to create it before the first step."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _DECOUPLED_DECAY = {optim.AdamW, optim.Adafactor, optim.Muon}
 def that_differs(optimizers: Iterable[Optimizer], explored: Iterable[str], local: bool = False) -> list[Tensor]:
     """The optimizer state that can differ between replicas when the group entries `explored` do.
 
-    With `local` gradients all of it can. Step counters are never averaged; neither is anything that does not live
-    beside its parameter.
+    With `local` gradients all of it can. Step counters are never averaged, nor is state on another device than its
+    parameter.
     """
     keys = set(explored)
     return [
@@ -49,7 +49,7 @@ def that_differs(optimizers: Iterable[Optimizer], explored: Iterable[str], local
 
 
 def all_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """All optimizer state that lives beside its parameter, step counters included."""
+    """All optimizer state on its parameter's device, including step counters."""
     return [
         part(value)
         for optimizer in optimizers
@@ -61,7 +61,7 @@ def all_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 @torch.no_grad()
 def create(optimizer: Optimizer) -> None:
-    """Make the state that the first step makes: a step with zero gradients and rates, which changes no parameter."""
+    """Create the state of the first step by a step with zero gradients and rates, which changes no parameter."""
     groups = optimizer.param_groups
     trained = [p for p in parameters_of(optimizer) if p.requires_grad]
     own, rates = [p.grad for p in trained], [group.get("lr") for group in groups]

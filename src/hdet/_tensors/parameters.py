@@ -1,4 +1,4 @@
-"""The parameters of optimizers, and tensors that are each wanted once."""
+"""The parameters of optimizers, and removal of duplicate tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T", bound=Tensor)
 
 
 def parameters_of(*optimizers: Optimizer) -> list[torch.nn.Parameter]:
-    """All that these optimizers hold, trained or not, group by group."""
+    """All parameters of these optimizers, trained or not, group by group."""
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 

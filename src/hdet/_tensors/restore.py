@@ -1,4 +1,4 @@
-"""What a measurement puts back when it is over: random generators, modules, weights and optimizers, bit for bit."""
+"""Restores random generators, modules, weights and optimizers bit for bit after a measurement."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Generators:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Within it the global generators run from `seed`; afterwards they go on where they were."""
+    """Seed the global generators within this context; afterwards they continue where they were."""
     before = Generators()
     before.seed(seed)
     try:
@@ -92,10 +92,10 @@ class Modules:
 
 @contextmanager
 def batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Within it every module is in evaluation mode, but norms with running statistics use those of the batch.
+    """Put every module in evaluation mode, but let norms with running statistics use those of the batch.
 
-    The running ones are out of reach meanwhile. In evaluation mode SyncBatchNorm sends nothing. A norm that is in
-    evaluation mode while the model trains is frozen, and keeps using the running ones.
+    The running statistics are hidden meanwhile. In evaluation mode SyncBatchNorm sends nothing. A norm that is in
+    evaluation mode while the model trains is frozen, and keeps using the running statistics.
     """
     before = Modules(model)
     hidden: list[tuple[_NormBase, Tensor | None, Tensor | None, bool]] = []
@@ -120,7 +120,7 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_autocast(device: torch.device) -> Iterator[None]:
-    """Within it operations on `device` run in the precision of their inputs, whatever the caller's autocast says."""
+    """Run operations on `device` in the precision of their inputs within this context, whatever the autocast."""
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
             yield
@@ -139,7 +139,7 @@ class Weights:
 
     @torch.no_grad()
     def rewind(self) -> None:
-        """The values as they were, and no gradients."""
+        """Restore the values and clear the gradients."""
         for p, value in zip(self._parameters, self._values, strict=True):
             p.copy_(value)
             p.grad = None
@@ -158,13 +158,13 @@ class Weights:
 
     @torch.no_grad()
     def checksum(self) -> float:
-        """Of the weights as they are now: equal for equal ones, and hardly ever for others."""
+        """A checksum of the current weights."""
         return math.fsum(
             float(p.detach().abs().sum(dtype=torch.float64)) * (k + 1) for k, p in enumerate(self._parameters)
         )
 
     def moved(self) -> bool:
-        """Whether any of them are others than at the start, on this rank."""
+        """Whether any weights differ from the start, on this rank."""
         pairs = zip(self._parameters, self._values, strict=True)
         return any(not torch.equal(_local(p), _local(value)) for p, value in pairs)
 
@@ -176,10 +176,10 @@ class Weights:
 
 
 class Frozen:
-    """The values of parameters that nobody trains, which a forward pass may change all the same (a momentum encoder).
+    """The values of frozen parameters, which a forward pass may still change (a momentum encoder).
 
-    All of them are kept on the host until some steps have shown which ones change, and only those from then on: the
-    frozen part of a model may be far larger than what is trained.
+    Keeps all of them on the host until some steps have shown which ones change, then only those: the frozen part of a
+    model may be far larger than the trained one.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -189,7 +189,7 @@ class Frozen:
         self._settled = False
 
     def settle(self) -> None:
-        """After the first steps: keep what has changed. Later calls change nothing."""
+        """After the first steps, keep only the changed ones. Later calls do nothing."""
         if not self._settled:
             self._kept = [
                 (p, value) for p, value in self._kept if not torch.equal(_bytes(_local(p).cpu()), _bytes(value))
@@ -202,12 +202,12 @@ class Frozen:
             _local(p).copy_(value)
 
     def all_restored(self) -> bool:
-        """Whether all are as they were; one that first changed after `settle()` is not."""
+        """Whether all have their original values; one that first changed after `settle()` does not."""
         return all(_sums(p) == before for p, before in zip(self._all, self._sums, strict=True))
 
 
 def _local(p: Tensor) -> Tensor:
-    """The values as they are now, of a DTensor this rank's part. They share their memory with `p`."""
+    """The current values, for a DTensor this rank's part. They share memory with `p`."""
     return part(p).detach()
 
 
@@ -219,12 +219,12 @@ def _is_plain(values: Tensor) -> bool:
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """Its bytes in a row, which compare whatever the dtype: frozen weights may be quantised."""
+    """Its bytes as a flat tensor, comparable for any dtype: frozen weights may be quantised."""
     return values.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _sums(p: Tensor) -> list[int]:
-    """Of all bytes and of some: nearly every change changes them."""
+    """Sums over all bytes and over some: nearly every change shows in them."""
     seen = _bytes(_local(p))
     return [int(seen[::every].sum(dtype=torch.int64)) for every in (1, 3, 7)]
 
@@ -241,7 +241,7 @@ class OptimizerState:
         ]
 
     def restart(self) -> None:
-        """As if newly made with the groups as they were, and with nobody's hooks around its steps."""
+        """Reset to a new optimizer with the original groups and without hooks around its steps."""
         self.restore()
         optimizer = self._optimizer
         optimizer._optimizer_step_pre_hooks = OrderedDict()

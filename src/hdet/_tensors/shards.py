@@ -1,4 +1,4 @@
-"""Models that are sharded: what can be explored with them, and which part of a tensor is here."""
+"""Sharded models: which setups can be explored, and this rank's part of a tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ONE_MODEL = (
 
 
 def part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: the tensor itself, or its part of a DTensor, which shares its memory."""
+    """This rank's part of a tensor: the tensor itself, or the local part of a DTensor, which shares its memory."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -33,9 +33,9 @@ def part(tensor: Tensor) -> Tensor:
 
 
 def reshard(model: nn.Module | None) -> None:
-    """Let go of whole weights that FSDP2 has gathered for a forward pass without a backward pass after it.
+    """Free the whole weights that FSDP2 gathered for a forward pass without a backward pass.
 
-    The next forward pass would use them, whatever was written into the parts meanwhile. Sends nothing.
+    Otherwise the next forward pass would use them instead of the updated parts. Sends nothing.
     """
     for module in gathering(model):
         module.reshard()
@@ -57,7 +57,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def is_a(class_name: str, thing: object) -> bool:
-    """Whether a class of that name is among its classes; its module need not be imported."""
+    """Whether `thing` is an instance of a class of that name, without importing its module."""
     return any(c.__name__ == class_name for c in type(thing).__mro__)
 
 
@@ -67,7 +67,7 @@ def check_shards(
     where: Where | None,
     gradients: Literal["shared", "local"],
 ) -> None:
-    """Raise where a model is sharded over what should be replicas, or its gradients are not shared as was said."""
+    """Raise if a model is sharded across replicas, or does not share its gradients as requested."""
     parameters = parameters_of(*optimizers)
     modules = list(model.modules()) if model is not None else []
     if any(is_a("FullyShardedDataParallel", m) for m in modules) or any(

@@ -1,4 +1,4 @@
-"""One copy of the consensus to go back to, shared out over the replicas. `rollback.py` says when that is needed."""
+"""One copy of the consensus, split over the replicas, for rollbacks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _Layout = list[tuple[torch.Size, torch.dtype, torch.device]]
 class Snapshot:
     """One copy of tensors that are equal on all replicas, of which each replica keeps its share on the same device.
 
-    Where some tensors are on an accelerator, those on the CPU cannot travel with its collectives. Each replica keeps
-    these whole; they are small, such as Adam's step counters, unless optimizer state is offloaded.
+    If some tensors are on an accelerator, its collectives cannot send those on the CPU. Each replica keeps complete
+    copies of these; they are small, such as Adam's step counters, unless optimizer state is offloaded.
 
     Args:
-        replicas: between whom it is shared out.
-        bucket_bytes: what is put back at once. Memory: the share, and while it is put back a bucket.
+        replicas: the replicas to split it over.
+        bucket_bytes: bytes to restore at once. Memory: the share, plus a bucket while restoring.
 
     Attributes:
         shares: this replica's part of the tensors, one after another, by kind.
-        whole: copies of those that cannot be shared out.
+        whole: copies of tensors that cannot be split.
     """
 
     def __init__(self, replicas: Replicas, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -46,7 +46,7 @@ class Snapshot:
         return self._layout is not None
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether `tensors` are those that were saved, as far as their layout tells."""
+        """Whether `tensors` have the layout of the saved ones."""
         return self._layout is not None and _layout(tensors) == self._layout
 
     @property
@@ -70,7 +70,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self, tensors: Sequence[Tensor]) -> None:
-        """Put everything back into `tensors`, in place and bit for bit, on all replicas. Collective."""
+        """Restore `tensors` in place and bit for bit, on all replicas. Collective."""
         if self._layout is None:
             raise RuntimeError("there is no snapshot to restore; call save() first")
         if not self.fits(tensors):
@@ -98,9 +98,9 @@ class Snapshot:
             _unpack(everyone, list(flat.between(bucket.start, bucket.stop)))
 
     def _buckets(self, flat: _Flat) -> Iterator[tuple[range, range]]:
-        """What travels at once, and which part of it this replica keeps.
+        """The ranges to send at once, and this replica's part of each.
 
-        All but the last can be shared out evenly, so that shares differ by one element of each kind at most.
+        All but the last split evenly, so that shares differ by at most one element of each kind.
         """
         size, rank = self._replicas.size, self._replicas.rank
         limit = max(1, self._bucket_bytes // flat.dtype.itemsize // size) * size
@@ -154,7 +154,7 @@ def _between(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
 
 
 def _sort(tensors: Sequence[Tensor]) -> tuple[list[_Flat], list[Tensor]]:
-    """The tensors as bits: those that are shared out, by width and device, and those that are kept whole."""
+    """The tensors as bits: those to split, by width and device, and those to keep whole."""
     bits = [_bits(elements(t.detach())) for t in once(tensors) if t.numel()]
     only_cpu = all(t.device.type == "cpu" for t in bits)
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

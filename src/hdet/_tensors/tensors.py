@@ -1,4 +1,4 @@
-"""Which tensors of a run are averaged, stepped back and kept. What is done with them: `converge.py` and others."""
+"""Selects the tensors of a run to average, step back and keep, for `converge.py` and others."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hdet._tensors.shards import gathering, is_dtensor, part
 
 
 class Tensors:
-    """The tensors of one replica, looked up anew each time: layers are frozen, groups and state are added.
+    """The tensors of one replica, looked up on each call, because layers get frozen and groups and state get added.
 
     Args:
-        optimizers: whose parameters are trained.
-        model: whose buffers are averaged too, if given.
+        optimizers: the optimizers of the trained parameters.
+        model: the model, if given; its buffers are averaged too.
         followers: modules and tensors that follow the weights.
-        hyperparameters: what is explored decides which optimizer state can differ.
-        local: gradients are not shared, so that all of it can.
+        hyperparameters: the explored ones decide which optimizer state can differ.
+        local: gradients are not shared, so all of it can differ.
         keeps_state: each replica keeps its own optimizer state.
     """
 
@@ -47,44 +47,44 @@ class Tensors:
         self._gathering = gathering(model)
 
     def trained(self) -> list[nn.Parameter]:
-        """All that the optimizers hold, whole."""
+        """All parameters of the optimizers, whole."""
         return parameters_of(*self._optimizers)
 
     def set_noisy(self, noisy: Sequence[Tensor]) -> None:
-        """What replicas have their own noise in: averaged with the rest, trained or not."""
+        """Set the tensors with this replica's own noise: they are averaged with the rest, trained or not."""
         trained = {id(p) for p in self.trained() if p.requires_grad}
         self._noisy = [part(p) for p in noisy if id(p) not in trained]
 
     def begin_round(self) -> None:
-        """Note what is trained now: it is averaged at the round's end even if it has been frozen by then."""
+        """Note the trained parameters: they are averaged at the round's end even if frozen by then."""
         self._trained = {id(p) for p in self.trained() if p.requires_grad}
 
     def reshard(self) -> None:
-        """Before and after weights are written: nobody keeps a copy of the old ones. See `shards.reshard`."""
+        """Before and after writing weights, drop copies of the old ones. See `shards.reshard`."""
         torch.clear_autocast_cache()  # the caller's autocast keeps casts until it ends
         for module in self._gathering:
             module.reshard()
 
     @property
     def in_parts(self) -> bool:
-        """Whether ranks hold parts of what is trained."""
+        """Whether ranks hold parts of the trained parameters."""
         return any(map(is_dtensor, self.trained()))
 
     @property
     def device(self) -> torch.device | None:
-        """Where what is trained lives; None if nothing is."""
+        """The device of the trained parameters; None if there are none."""
         return next((p.device for p in self.trained() if p.requires_grad), None)
 
     def parameters(self) -> list[Tensor]:
-        """What the optimizers train now."""
+        """The parameters that the optimizers train now."""
         return converge.parameters(self._optimizers)
 
     def stepped(self) -> list[Tensor]:
-        """What moves with every step: what is trained now, and what follows it."""
+        """The tensors that change with every step: trained parameters and followers."""
         return once((*self.parameters(), *self.followers()))
 
     def which(self) -> list[int]:
-        """Which of all that the optimizers hold is trained now."""
+        """The indices of the trained parameters among all of the optimizers'."""
         return [number for number, p in enumerate(self.trained()) if p.requires_grad]
 
     def buffers(self) -> list[Tensor]:
@@ -96,15 +96,15 @@ class Tensors:
         return self._meant_equal(converge.buffers(self._model))
 
     def followers(self) -> list[Tensor]:
-        """What follows the weights and is averaged along."""
+        """The followers, which are averaged with the weights."""
         return converge.module_tensors(self._followers)
 
     def followers_whole(self) -> list[Tensor]:
-        """The same as they were given, whole where ranks hold parts of them."""
+        """The followers as given, whole even if ranks hold parts of them."""
         return converge.tensors_of(self._followers)
 
     def weights(self) -> list[Tensor]:
-        """What makes up the consensus: parameters, buffers and followers."""
+        """The tensors of the consensus: parameters, buffers and followers."""
         found = [
             *converge.parameters(self._optimizers, self._trained),
             *converge.buffers(self._model),
@@ -114,12 +114,12 @@ class Tensors:
         return self._meant_equal(once(found))
 
     def learned(self) -> list[Tensor]:
-        """Of the weights those that were trained in this round, or got noise of this replica's own."""
+        """The weights that were trained in this round or got this replica's own noise."""
         found = [*converge.parameters(self._optimizers, self._trained), *self._noisy]
         return self._meant_equal(once(found))
 
     def name(self, tensor: Tensor) -> str:
-        """What one of these tensors is, in words; it is part of an error or an event, so that it never raises."""
+        """The name of one of these tensors, in words. Never raises, because errors and events use it."""
         found = "a tensor"
         with contextlib.suppress(Exception):  # of what users put into modules and optimizers
             for name, t in self._named():
@@ -148,7 +148,7 @@ class Tensors:
                     yield f"{key} of the parameter {names.get(id(owner), f'of shape {tuple(owner.shape)}')}", value
 
     def to_average(self) -> list[Tensor]:
-        """What replicas can differ in and must not at the end of a round: the weights, and optimizer state."""
+        """The tensors that differ between replicas until the end of a round: the weights, and optimizer state."""
         if self._keeps_state:
             return self.weights()
         return self.weights() + optimizer_state.that_differs(self._optimizers, self._explored, self._local)
@@ -162,13 +162,13 @@ class Tensors:
         return optimizer_state.all_of(self._optimizers)
 
     def fill_state(self) -> None:
-        """Give optimizers that have not stepped yet the state of a first step, so that all replicas have the same."""
+        """Create the state of optimizers that have not stepped yet, so that all replicas have the same kinds."""
         for optimizer in self._optimizers:
             if not optimizer.state:
                 optimizer_state.create(optimizer)
 
     def kept(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What a snapshot holds: what is equal on all replicas at a round's end, and what is this replica's own."""
+        """The tensors of a snapshot: those equal on all replicas at a round's end, and this replica's own."""
         state = [
             part(value)
             for optimizer in self._optimizers
@@ -184,11 +184,11 @@ class Tensors:
         return shared, own + (moments if self._keeps_state else [])
 
     def _meant_equal(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Those of them that replicas do not differ in on purpose."""
+        """The given tensors without those in which replicas differ on purpose."""
         apart = {id(t) for h in self._forward for t in h.tensors()}
         return [t for t in tensors if id(t) not in apart]
 
 
 def _same_place(one: Tensor, other: Tensor) -> bool:
-    """Whether one is a view of the other's beginning, as parts and what is averaged of a tensor are."""
+    """Whether one is a view that starts where the other does, as parts and averaged views of a tensor do."""
     return 0 < one.data_ptr() == other.data_ptr()

@@ -16,8 +16,7 @@ from hdet._replicas.fingerprint import fingerprint
 from hdet._tensors.parameters import once
 from hdet._tensors.shards import is_sharded
 
-# An attribute of noisy parameters and of the modules that hold them, whose parameters FSDP2 replaces, until an ensemble
-# sees to them.
+# An attribute of noisy parameters and of their modules, whose parameters FSDP2 replaces, until an ensemble takes them.
 _NOISY = "_hdet_noisy"
 
 
@@ -35,8 +34,8 @@ def warm_init(
 
     Call it after wrapping the model in DistributedDataParallel, which broadcasts rank 0's weights and would
     wipe the noise out, and before the first step of an `Ensemble` or `OneCycleAutoLR`. Its first round ends in an
-    average of the replicas, whatever is explored: what is left of the noise then has 1/sqrt(N) of its size. Without
-    an ensemble nobody averages, and the replicas stay different.
+    average of the replicas, whatever is explored, which shrinks the noise to 1/sqrt(N) of its size. Without an ensemble
+    nothing averages the replicas, and they stay different.
 
     Args:
         model: the wrapped model, with the weights of the checkpoint loaded.
@@ -44,7 +43,7 @@ def warm_init(
         per: "tensor": std = noise * ||p|| / sqrt(numel(p)) for each parameter (the published code);
             "model": one std from the norm of all parameters together (the paper).
         seed: the noise is a function of (seed, replica); the global random generators are left alone.
-        replicas: who they are, as in `hdet.Ensemble`: a process group or a device mesh; by default all ranks.
+        replicas: as in `hdet.Ensemble`: a process group or a device mesh; by default all ranks.
         unwrapped: True if this model is never wrapped in DistributedDataParallel.
 
     Raises:
@@ -89,8 +88,8 @@ def _mark(model: nn.Module, noisy: Sequence[Tensor]) -> None:
 
 
 def take_noise(model: nn.Module | None, parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The parameters with noise of this replica's own, of `model` and these. They are told once: who asks sees to it
-    that they are averaged.
+    """The parameters with this replica's own noise, among `model`'s and these. Returns them once: the caller must
+    average them.
     """
     modules = [] if model is None else [m for m in model.modules() if vars(m).pop(_NOISY, False)]
     held = [p for module in modules for p in module.parameters(recurse=False) if p.requires_grad]

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: `hdet.save` and `hdet.load` are the ways in, `folder.py` is what lies on the disk."""
+"""Checkpoints of a run: `hdet.save` and `hdet.load` are the API, `folder.py` the format on disk."""
 
 from hdet.checkpoint.load import Checkpoint
 from hdet.checkpoint.sharded import replica_key

@@ -1,4 +1,4 @@
-"""What was saved of an ensemble, alone or within a scheduler: what is one replica's in it, and what is not."""
+"""Splits the saved state of an ensemble, alone or within a scheduler, into one replica's part and the common part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ State = dict[str, Any]
 
 
 def losses_of(ensemble: Ensemble) -> State:
-    """The losses of the round so far, which are this replica's own even where all hold the same weights."""
+    """This replica's losses of the current round; replicas differ in these even if their weights are equal."""
     own: State = ensemble.state_dict()["own"]
     return own
 
@@ -22,17 +22,17 @@ def with_losses(entry: State, losses: State) -> State:
 
 
 def without_replica(entry: State) -> State:
-    """A saved entry that any replica can go on from."""
+    """A saved entry that any replica can resume from."""
     return _changed(entry, Ensemble.averaged_state)
 
 
 def without_common(entry: State) -> tuple[State, State]:
-    """A replica's saved entry without what is the same on all of them even in mid-round, and that."""
+    """Split a replica's saved entry into its own part and the part that is equal on all even in mid-round."""
     return _changed(entry, lambda state: {**state, "weights": {}}), _inner(entry)["weights"]
 
 
 def with_common(entry: State, common: State) -> State:
-    """Back from `without_common()`."""
+    """Undo `without_common()`."""
     return _changed(entry, lambda state: {**state, "weights": common})
 
 

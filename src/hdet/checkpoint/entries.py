@@ -1,6 +1,7 @@
-"""What a checkpoint holds by name: modules, optimizers, anything with a `state_dict()`, tensors, plain values.
+"""The named entries of a checkpoint: modules, optimizers, anything with a `state_dict()`, tensors, plain values.
 
-`take()` is what is written of an entry, `check()` compares before anything is changed, `put()` writes it back.
+`take()` returns what to write of an entry, `check()` compares before anything changes, `put_objects()` and
+`put_tensors()` restore it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Adagrad
 
 from hdet._hooks import innermost, unwrap
 from hdet._tensors.parameters import parameters_of
@@ -25,7 +27,7 @@ _MOST_SHOWN = 3
 
 
 def flatten(argument: str, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries with wrappers taken off; those of a list of stateful objects apart, as "name.0", "name.1".
+    """Unwrap the entries, and split a list of stateful objects into "name.0", "name.1".
 
     Raises:
         TypeError: if the argument is not a mapping from names.
@@ -44,7 +46,7 @@ def flatten(argument: str, entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ensemble_of(entry: Any) -> Ensemble | None:
-    """The ensemble that an entry is, or has, as `OneCycleAutoLR` does."""
+    """The ensemble that an entry is or contains, as `OneCycleAutoLR` does."""
     inner = entry if isinstance(entry, Ensemble) else getattr(entry, "ensemble", None)
     return inner if isinstance(inner, Ensemble) else None
 
@@ -55,7 +57,7 @@ def find_ensemble(entries: Mapping[str, Any]) -> Ensemble | None:
 
 
 def tensors_of(entries: Mapping[str, Any]) -> list[Tensor]:
-    """Tensors that lie where the model does."""
+    """Tensors on the model's device."""
     modules = [t for entry in entries.values() if isinstance(entry, nn.Module) for t in entry.parameters()]
     return [*modules, *parameters_of(*filter(_is_optimizer, entries.values()))]
 
@@ -72,15 +74,15 @@ def kind_of(entry: Any) -> str:
 
 
 def take(name: str, entry: Any, names: Mapping[int, str]) -> dict[str, Any]:
-    """What is written of an entry.
+    """The state to write for an entry.
 
     Args:
-        name: the entry's.
+        name: name of the entry.
         entry: the entry.
-        names: of parameters, by id.
+        names: names of parameters, by id.
 
     Raises:
-        ValueError: if it holds anything that would not load again.
+        ValueError: if it contains anything that could not be loaded again.
     """
     kind = kind_of(entry)
     taken: dict[str, Any] = {"kind": kind, "class": type(entry).__name__}
@@ -98,10 +100,10 @@ def names_of(entries: Mapping[str, Any]) -> dict[int, str]:
 
 
 def check(entries: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Compare names, shapes, dtypes and classes; changes nothing.
+    """Compare names, shapes, dtypes and classes without changing anything.
 
     Raises:
-        ValueError: with the first few things that do not fit.
+        ValueError: naming the first few mismatches.
     """
     problems = [f"there is no entry {name!r} in it, but {sorted(saved)}" for name in entries if name not in saved]
     names = names_of(entries)
@@ -114,12 +116,12 @@ def check(entries: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]]) ->
 
 
 def put_objects(entries: Mapping[str, Any], saved: Mapping[str, Any], undo: list[tuple[Any, Any]]) -> None:
-    """Load what has a `load_state_dict()` of its own, which may refuse.
+    """Load the objects with their own `load_state_dict()`, which may raise.
 
     Args:
-        entries: into what.
-        saved: what.
-        undo: gets each object and the state that it had, for `put_back()`.
+        entries: the objects to load into.
+        saved: their saved states.
+        undo: receives each object and its previous state, for `put_back()`.
     """
     for name, entry in entries.items():
         if kind_of(entry) == "object":
@@ -128,15 +130,15 @@ def put_objects(entries: Mapping[str, Any], saved: Mapping[str, Any], undo: list
 
 
 def put_back(undo: Sequence[tuple[Any, Any]]) -> None:
-    """Give objects the states back that they had."""
+    """Restore the objects' previous states."""
     for entry, state in reversed(undo):
         entry.load_state_dict(state)
 
 
 def put_tensors(entries: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Copy into modules, optimizers and tensors, which `check()` has passed.
+    """Copy into modules, optimizers and tensors that passed `check()`.
 
-    Then ensembles once more: of what they explore in modules, each replica's own value has to be written there.
+    Then load ensembles again, which write each replica's own explored values into the modules.
     """
     for name, entry in entries.items():
         kind, state = kind_of(entry), saved[name]["state"]
@@ -153,14 +155,25 @@ def put_tensors(entries: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """As `load_state_dict()`, but state of another precision than its parameter's keeps it."""
+    """Like `load_state_dict()`, but state keeps its precision if that differs from its parameter's."""
     optimizer.load_state_dict(state)
+    if isinstance(optimizer, Adagrad):
+        _add_initial_state(optimizer)
     parameters = parameters_of(optimizer)
     for number, written in state["state"].items():
         loaded = optimizer.state[parameters[number]]
         for key, value in written.items():
             if isinstance(value, Tensor) and value.dtype != loaded[key].dtype:
                 loaded[key] = value.to(loaded[key].device, copy=True)
+
+
+def _add_initial_state(optimizer: Adagrad) -> None:
+    """Create the state of parameters that had no gradient: in older torch only the constructor of Adagrad does."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not optimizer.state.get(p):
+                value, fused = group["initial_accumulator_value"], group["fused"]
+                optimizer.state.update(Adagrad([p], initial_accumulator_value=value, fused=fused).state)
 
 
 def _problems(entry: Any, saved: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
@@ -195,7 +208,7 @@ def _optimizer_problems(optimizer: Any, saved: Mapping[str, Any], names: Mapping
             found.append(f"the parameter {b} was saved where this has {a}")
     numbers = {number for group in saved["state"]["param_groups"] for number in group["params"]}
     if not set(saved["state"]["state"]) <= numbers or len(numbers) != sum(map(len, ours)):
-        found.append("its state is not that of its parameters")
+        found.append("its state does not belong to its parameters")
     return found or state_problems(optimizer, saved["state"], [row[0] for row in chain(*ours)])
 
 

@@ -1,4 +1,4 @@
-"""What the replicas tell each other while a checkpoint is written or read: JSON as bytes, never pickles."""
+"""Messages between replicas while a checkpoint is written or read: JSON as bytes, never pickles."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from hdet.checkpoint.folder import FullDiskError
 from hdet.checkpoint.in_use import FolderInUseError
 from hdet.ensemble import Ensemble
 
-_MOST_CHARACTERS = 2000  # of an error that is sent
+_MOST_CHARACTERS = 2000  # of an error message to send
 
 
 @contextmanager
 def replicas_of(ensemble: Ensemble | None, where: Where | None) -> Iterator[Replicas]:
-    """Who saves and loads together, every rank of them: by default the ensemble's replicas, or all ranks."""
+    """The ranks that save and load together: by default all ranks of the ensemble's replicas, or all ranks."""
     found = find_replicas(where) if where is not None or ensemble is None else ensemble.replicas
     replicas = found.ranks
     try:
         yield replicas
     finally:
-        if ensemble is None or ensemble.replicas.ranks is not replicas:  # before the first step it has none to keep
+        if ensemble is None or ensemble.replicas.ranks is not replicas:  # before the first step they are not kept
             replicas.close()
 
 
 def come_to(call: str, replicas: Replicas) -> None:
-    """Before the first collective: see that all replicas make this call. Others that meet this one's could crash."""
+    """Check before the first collective that all replicas make this call: mismatched collectives could crash."""
     if replicas.size > 1:
         settle(replicas, call, {})
 
 
 def exchange(replicas: Replicas, message: Any, device: torch.device) -> list[Any]:
-    """Every replica's message, which JSON can hold, by replica. Collective."""
+    """Send a JSON-compatible message and return every replica's, by replica. Collective."""
     data = json.dumps(message).encode()
     sizes = [int(row[0]) for row in replicas.gather(torch.tensor([len(data)], dtype=torch.float64, device=device))]
     longest = max(sizes)
@@ -50,15 +50,15 @@ def exchange(replicas: Replicas, message: Any, device: torch.device) -> list[Any
 
 
 def together(replicas: Replicas, device: torch.device, failed: str, work: Callable[[], Any]) -> list[Any]:
-    """What `work()` returns on each replica, by replica. Collective.
+    """Run `work()` on each replica and return all results, by replica. Collective.
 
-    An exception on one replica must not leave the others waiting for it: it is sent before it is raised.
+    Sends an exception to the other replicas before raising it, so that none waits for the one that failed.
 
     Args:
-        replicas: who takes part.
-        device: where collectives run.
-        failed: how the message begins if it failed.
-        work: done by this replica; returns what JSON can hold.
+        replicas: the replicas taking part.
+        device: device for collectives.
+        failed: start of the error message.
+        work: runs on this replica; returns a JSON-compatible value.
 
     Raises:
         ValueError, RuntimeError: the same on every replica if `work()` raises on any of them.

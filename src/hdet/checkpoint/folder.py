@@ -1,11 +1,11 @@
-"""What lies on the disk: one folder per checkpoint, complete and verified, or not there at all.
+"""The format on disk: one folder per checkpoint, either complete and verifiable or absent.
 
-path/000012-step-3400/shared.pt         what all replicas have in common; not there in mid-round
-                      replica-0.pt      what is this replica's own: its random numbers, in mid-round everything
-                      checkpoint.json   what it is, and the size and SHA-256 of each file; the last to be written
-path/.unfinished-...                    being written, or left behind by a kill; the next save clears it away
+path/000012-step-3400/shared.pt         state common to all replicas; absent in mid-round
+                      replica-0.pt      this replica's own state: its random numbers, in mid-round everything
+                      checkpoint.json   the manifest, with size and SHA-256 of each file; written last
+path/.unfinished-...                    being written, or left behind by a kill; the next save removes it
 
-The folder gets its name, by one rename, when all of it is on the disk.
+A rename gives the folder its name once all of it is on disk.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _MOST_OF_MANIFEST = 1 << 24
 
 _FULL = {
     errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the quota of the disk is used up",
-    errno.EFBIG: "a file may not be that large here",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file is too large for this disk",
 }
 
 
@@ -49,17 +49,17 @@ class FullDiskError(Exception):
 
 
 class DamagedError(Exception):
-    """A checkpoint that is not what was written."""
+    """A checkpoint that differs from what was written."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is.
+    """The description of a checkpoint.
 
     Attributes:
-        step: optimizer steps that were taken.
-        replicas: how many wrote it.
-        mid_round: whether each of them has its own state, and the shared file only what is common to all.
+        step: optimizer steps taken.
+        replicas: number of replicas that wrote it.
+        mid_round: whether each replica has its own state, and the shared file only the common part.
         files: size and SHA-256 of each file, by name.
     """
 
@@ -75,7 +75,7 @@ def own_file(replica: int) -> str:
 
 
 def candidates(path: Path) -> list[Path]:
-    """The checkpoints in `path`, newest first; `path` alone if it is one itself."""
+    """The checkpoints in `path`, newest first; only `path` if it is a checkpoint itself."""
     if path.is_dir() and (_NAME.fullmatch(path.name) or (path / _MANIFEST).exists()):
         return [path]
     found = {int(match[1]): path / match[0] for match in map(_NAME.fullmatch, _names(path)) if match}
@@ -86,7 +86,7 @@ def candidates(path: Path) -> list[Path]:
 
 
 def begin(path: Path, owner: Any, lone: bool = False) -> Path:
-    """Make `path`, clear away what a kill left behind, and begin a new checkpoint in a temporary folder.
+    """Create `path`, remove what a kill left behind, and start a new checkpoint in a temporary folder.
 
     Raises:
         FolderInUseError: if another process saves there, see `hold()`.
@@ -104,10 +104,10 @@ def begin(path: Path, owner: Any, lone: bool = False) -> Path:
 
 
 def write(file: Path, state: Any) -> tuple[int, str]:
-    """Write tensors and plain values to a new file, down to the disk; its size and SHA-256.
+    """Write tensors and plain values to a new file, sync it to disk, and return its size and SHA-256.
 
     Raises:
-        FullDiskError: if there is no room for it.
+        FullDiskError: if the disk is full.
     """
     try:
         with open(file, "xb") as raw:
@@ -116,7 +116,7 @@ def write(file: Path, state: Any) -> tuple[int, str]:
             raw.flush()
             os.fsync(raw.fileno())
     except (OSError, RuntimeError) as error:
-        met = error if isinstance(error, OSError) else error.__context__  # torch covers it with an error of its own
+        met = error if isinstance(error, OSError) else error.__context__  # torch raises its own error instead
         if isinstance(met, OSError) and met.errno in _FULL:
             raise FullDiskError(_room(file, _nbytes(state), met)) from error
         raise
@@ -124,7 +124,7 @@ def write(file: Path, state: Any) -> tuple[int, str]:
 
 
 def publish(temporary: Path, manifest: Manifest) -> Path:
-    """Make a checkpoint of the temporary folder, whose files are on the disk; its name says number and step."""
+    """Turn the temporary folder, whose files are on disk, into a checkpoint named by number and step."""
     with open(temporary / _MANIFEST, "xb") as file:
         file.write(signed(manifest))
         file.flush()
@@ -139,11 +139,11 @@ def publish(temporary: Path, manifest: Manifest) -> Path:
 
 
 def prune(path: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints; those with files missing or cut short do not count."""
+    """Remove all but the newest `keep` checkpoints; those with missing or truncated files do not count."""
     kept = 0
     for folder in candidates(path):
         if kept >= keep:
-            doomed = path / f"{_UNFINISHED}{folder.name}"  # a kill in the middle leaves nothing that looks damaged
+            doomed = path / f"{_UNFINISHED}{folder.name}"  # renamed first, so a kill leaves no damaged checkpoint
             os.rename(folder, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
         elif _looks_whole(folder):
@@ -154,10 +154,10 @@ def prune(path: Path, keep: int) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What a checkpoint says that it is.
+    """Read the manifest of a checkpoint.
 
     Raises:
-        DamagedError: if it is not what was written, or another version of hdet wrote it.
+        DamagedError: if it differs from what was written, or has another version of the format.
     """
     try:
         with open_file(folder / _MANIFEST) as file:
@@ -179,10 +179,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read(folder: Path, name: str, manifest: Manifest) -> Any:
-    """The tensors and plain values in a file, on the CPU, once size and checksum are seen to be right.
+    """Verify size and checksum of a file, then load its tensors and plain values on the CPU.
 
     Raises:
-        DamagedError: if it is not what was written, or holds anything else.
+        DamagedError: if it differs from what was written, or contains anything else.
     """
     try:
         with _verified(folder / name, *manifest.files[name]) as file:
@@ -218,7 +218,7 @@ def _looks_whole(folder: Path) -> bool:
 
 
 def _room(file: Path, needed: int, met: OSError) -> str:
-    """What there is no room for, and what to do."""
+    """The error message for a full disk, with what to do."""
     free = ""
     with contextlib.suppress(OSError):
         free = f", of which {shutil.disk_usage(file.parent).free / 1e6:.1f} MB are free" * (met.errno == errno.ENOSPC)
@@ -229,7 +229,7 @@ def _room(file: Path, needed: int, met: OSError) -> str:
 
 
 def _nbytes(state: Any) -> int:
-    """The memory of all tensors in it, each storage once."""
+    """The size of all tensors in `state`, counting each storage once."""
     storages: dict[int, int] = {}
 
     def add(value: Any) -> None:
@@ -247,7 +247,7 @@ def _nbytes(state: Any) -> int:
 
 
 class _Hashed:
-    """A file that is written through a checksum: of what was meant, whatever the disk makes of it."""
+    """A file that hashes what is written to it: the checksum is of the intended bytes, not of what the disk stores."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.digest = hashlib.sha256()
@@ -264,7 +264,7 @@ class _Hashed:
 
 
 def signed(manifest: Manifest) -> bytes:
-    """A manifest as it is written, with its checksum."""
+    """A manifest as bytes, with its checksum."""
     return _sign(json.dumps({"version": VERSION, **asdict(manifest)}, sort_keys=True).encode())
 
 
@@ -277,7 +277,7 @@ def _names(path: Path) -> list[str]:
 
 
 def _flush_folder(path: Path) -> None:
-    """A name is on the disk when its folder is."""
+    """Sync a folder: a file's name is on disk only once its folder is."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

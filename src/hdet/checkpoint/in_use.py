@@ -1,10 +1,10 @@
-"""One run at a time saves to a folder: the first replica's process locks it as long as its run goes on.
+"""One run at a time saves to a folder: the first replica's process locks it until its run ends.
 
-The lock is the kernel's, on the folder itself: no file lies there, that of a killed process is free, and processes that
-were forked for data do not hold it. Where the file system has no such lock, as NFS for folders, there is no protection.
+It is a kernel lock on the folder itself: there is no lock file, a killed process releases it, and forked data workers
+do not hold it. File systems without such locks, such as NFS for folders, get no protection.
 
-Within a process the newest run to save has the folder: one that has ended with an error, or whose notebook cell was run
-again, may be referenced for long. A run holds only the folder that it saved to last.
+Within a process, the newest run to save gets the folder: a run that failed, or whose notebook cell was executed again,
+may stay referenced for long. A run holds only the folder that it saved to last.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 from hdet._user_warning import warn
 
-PATIENCE = 20.0  # seconds for a process that was killed to be gone, and for the rest of a run that was restarted
-_SILENCE = 2.0  # of them; then it is said what is waited for
+PATIENCE = 20.0  # seconds to wait for a killed process, or for the remains of a restarted run, to end
+_SILENCE = 2.0  # seconds to wait before warning
 
 
 class FolderInUseError(Exception):
@@ -38,15 +38,15 @@ _held: dict[Path, _Lock] = {}  # by this process
 
 
 def hold(folder: Path, owner: Any, lone: bool = False) -> None:
-    """Keep other processes from saving to `folder` while `owner` lives, saves nowhere else and was not let go.
+    """Lock `folder` against other processes until `owner` is collected, saves elsewhere, or is passed to `let_go()`.
 
     Args:
-        folder: it is there.
-        owner: whose folder it is.
-        lone: the owner is no run but this one call, and takes the folder from nobody in this process.
+        folder: an existing folder.
+        owner: the run that saves to it.
+        lone: the owner is a single call, not a run; it does not take the folder from a run in this process.
 
     Raises:
-        FolderInUseError: if another process does.
+        FolderInUseError: if another process holds the lock.
     """
     place = folder.resolve()
     for other, lock in list(_held.items()):
@@ -65,7 +65,7 @@ def hold(folder: Path, owner: Any, lone: bool = False) -> None:
 
 
 def let_go(owner: Any) -> None:
-    """The owner's run is over: give back the folder that it saved to."""
+    """Release the folder that the owner saved to, because its run is over."""
     for place in list(_held):
         _leave(place, id(owner))
 
@@ -77,7 +77,7 @@ def _leave(place: Path, owner: int) -> None:
 
 
 def _take(place: Path) -> int | None:
-    """A handle that locks the folder as long as it is open; None if it cannot be locked."""
+    """Return a handle that locks the folder while it is open; None if the folder cannot be locked."""
     try:
         fcntl: Any = importlib.import_module("fcntl")
         handle = os.open(place, os.O_RDONLY)
@@ -98,21 +98,21 @@ def _take(place: Path) -> int | None:
             os.close(handle)
             raise FolderInUseError(
                 f"another run, in another process, saves to {place}: give each run a folder of its own, for example "
-                f"{place}-2, or end the other one first ({by}, or in a notebook its ensemble.close()). What is left of "
-                f"a run that was restarted was given {PATIENCE:g} s to end"
+                f"{place}-2, or end the other one first ({by}, or in a notebook its ensemble.close()). The remains of "
+                f"a restarted run had {PATIENCE:g} s to end"
             )
         if waited > _SILENCE and not told:
             told = True
             by = _holder(handle) or "another process"
             warn(
-                f"another run ({by}) saves to {place}: waiting up to {PATIENCE:g} s for it to end, as it may be what "
-                "is left of one that was restarted"
+                f"another run ({by}) saves to {place}: waiting up to {PATIENCE:g} s for it to end, as it may be the "
+                "remains of a restarted run"
             )
         time.sleep(0.05)
 
 
 def _holder(handle: int) -> str:
-    """The process that holds the lock, in words; empty if the system does not tell."""
+    """The process that holds the lock, in words; empty if the system does not say."""
     at = os.fstat(handle)
     device = f"{os.major(at.st_dev):02x}:{os.minor(at.st_dev):02x}:{at.st_ino}"
     try:
@@ -120,11 +120,11 @@ def _holder(handle: int) -> str:
     except OSError:
         return ""
     found = [row[4] for row in rows if row[1:2] == ["FLOCK"] and row[5:6] == [device]]
-    return f"process {found[0]}" if found and found[0] != "0" else ""  # 0: of another container
+    return f"process {found[0]}" if found and found[0] != "0" else ""  # 0: in another container
 
 
 def _is_at(lock: _Lock, place: Path) -> bool:
-    """Whether the folder is there still, and not another one in its place."""
+    """Whether the locked folder still exists at `place` and was not replaced."""
     try:
         return os.path.samestat(os.fstat(lock.handle), os.stat(place))
     except OSError:
@@ -139,7 +139,7 @@ def _close(place: Path) -> None:
 
 
 def _forget() -> None:
-    """In a process that was forked: the lock is the parent's."""
+    """Drop the locks in a forked process: they belong to the parent."""
     for place in list(_held):
         _close(place)
 

@@ -1,4 +1,4 @@
-"""`load()`: go on from the newest checkpoint that every replica has verified, on any number of replicas."""
+"""`load()`: resume from the newest checkpoint that every replica can verify, on any number of replicas."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from hdet.checkpoint.mean import mean
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was loaded.
+    """A loaded checkpoint.
 
     Attributes:
         path: its folder.
-        step: optimizer steps that were taken when it was saved.
-        replicas: how many had saved it.
+        step: optimizer steps taken when it was saved.
+        replicas: number of replicas that saved it.
         mid_round: whether each replica has its own state: it was saved in mid-round, or with
             `hdet.Averaging(state=False)`.
-        exact: whether this replica goes on as the one that saved it would have: False on another number of replicas.
+        exact: whether this replica continues exactly as the one that saved it; False on another number of replicas.
         values: the plain values among the entries, by name.
-        notices: what is not as it was when it was saved, in words; they were warnings too.
+        notices: differences from the saved run, in words; each was a warning too.
     """
 
     path: Path
@@ -55,25 +55,25 @@ def load(
     """Load the newest checkpoint in `path` that every replica can verify. Collective: every replica calls it.
 
     Call it after wrapping the model in DDP, which gives all replicas the first one's weights, and before the first
-    step. Files are checked against their checksums and hold tensors and plain values only: nothing is unpickled that
-    could run. Names, shapes and dtypes are compared before anything is copied: if they do not fit, nothing changes.
+    step. Files must match their checksums and contain only tensors and plain values, so unpickling runs no code. Names,
+    shapes and dtypes are compared before anything is copied: on a mismatch nothing changes.
 
-    On as many replicas as had saved it each gets its own state and random numbers back, and goes on bit for bit. On
-    another number the slots are dealt anew and random numbers start anew, with a warning; of a checkpoint in mid-round
-    all replicas get the mean, and the rest of that round is not judged.
+    On the same number of replicas, each gets its own state and random numbers back and continues bit for bit. On
+    another number, slots and random numbers start afresh, with a warning; from a checkpoint in mid-round all replicas
+    get the mean, and the rest of that round is not judged.
 
     Args:
-        path: what was given to `save()`; or one checkpoint in it, to take that one and no other.
-        entries: as in `save()`. Objects and tensors are loaded into; plain values come back in `Checkpoint.values`.
-        own: as in `save()`; left as it is on another number of replicas.
-        replicas: who they are: a process group or a device mesh; by default the ensemble's, or all ranks.
+        path: the path given to `save()`, or one checkpoint in it to load only that one.
+        entries: as in `save()`. Objects and tensors are loaded in place; plain values are in `Checkpoint.values`.
+        own: as in `save()`; not loaded on another number of replicas.
+        replicas: a process group or a device mesh; by default the ensemble's, or all ranks.
 
     Returns:
-        What was loaded; None if there is no checkpoint, so that a script can begin and go on with the same call.
+        The checkpoint; None if there is none, so that a script can start and resume with the same call.
 
     Raises:
         ValueError: if it does not fit the entries.
-        RuntimeError: if there are checkpoints, and not one that can be verified. Both are the same on every replica.
+        RuntimeError: if there are checkpoints but none can be verified. Both are the same on every replica.
     """
     found, mine = contents.flatten("entries", entries), contents.flatten("own", own or {})
     ensemble = contents.find_ensemble(found)
@@ -93,7 +93,7 @@ def load(
 
 @dataclass
 class _Content:
-    """What a checkpoint has for this replica."""
+    """The contents of a checkpoint for this replica."""
 
     entries: dict[str, Any]
     own: dict[str, Any]
@@ -120,7 +120,7 @@ class _Reader:
             wrong += problems
             self._notices.append(f"a checkpoint cannot be verified, so the one before is taken: {'; '.join(problems)}")
         if wrong:
-            raise RuntimeError(f"{failed}: not one of {len(listed[0])} can be verified: {'; '.join(wrong)}")
+            raise RuntimeError(f"{failed}: none of {len(listed[0])} can be verified: {'; '.join(wrong)}")
         seeing = [replica for replica, names in enumerate(listed) if names]
         if seeing:
             raise RuntimeError(
@@ -133,15 +133,15 @@ class _Reader:
         return [str(found.relative_to(self._path)) for found in folder.candidates(self._path)]
 
     def _read(self, path: Path) -> tuple[Any, _Content | None, list[str]]:
-        """What is in a checkpoint, if every replica can verify its part of it; else what is wrong."""
+        """The contents of a checkpoint if every replica can verify its part; otherwise the problems."""
         manifest, content, problem = None, None, None
         try:
             manifest = folder.read_manifest(path)
             content = self._read_files(path, manifest)
         except folder.DamagedError as error:
             problem = str(error)
-        except Exception as error:  # the files are what was written, but not by save()
-            problem = f"it is no checkpoint of a run: {type(error).__name__}: {error}"
+        except Exception as error:  # intact files, but not from save()
+            problem = f"it is not a checkpoint of a run: {type(error).__name__}: {error}"
         everyone = exchange(self._replicas, problem, self._device)
         problems = [f"{path.name}, replica {r}: {text}" for r, text in enumerate(everyone) if text is not None]
         return manifest, None if problems else content, problems
@@ -161,7 +161,7 @@ class _Reader:
         return _Content(entries, mine["own"] if same else {}, mine["random"])
 
     def _without_parts(self, entries: dict[str, Any]) -> dict[str, Any]:
-        """What other ranks can use: a part of a tensor is of no use to them."""
+        """The entries that other ranks can use: parts of tensors are useless to them."""
         ensembles = {name: contents.ensemble_of(entry) for name, entry in self._found.items()}
         parts = {name for name, ensemble in ensembles.items() if ensemble is not None and ensemble.holds_parts}
         return {name: without_common(e)[0] if name in parts else e for name, e in entries.items()}
@@ -171,7 +171,7 @@ class _Reader:
         return {name: without_replica(e) if name in ensembles else e for name, e in entries.items()}
 
     def _take(self, path: Path, manifest: folder.Manifest, content: _Content) -> Checkpoint:
-        """Check, then change: all replicas or none."""
+        """Check, then load, on all replicas or on none."""
         exact = manifest.replicas == self._replicas.size
         found = {**self._found, **(self._own if exact else {})}
         saved = {**content.entries, **content.own}
@@ -201,16 +201,16 @@ class _Reader:
         return Checkpoint(path, manifest.step, manifest.replicas, manifest.mid_round, exact, values, notices)
 
     def _notice(self, path: Path, manifest: folder.Manifest) -> str:
-        mean = "all of them begin with the mean of the saved ones, and the rest of the round is not judged; "
+        mean = "all of them start from the mean of the saved ones, and the rest of the round is not judged; "
         own = f"own entries {sorted(self._own)} are left as they are; " if self._own else ""
         return (
             f"{path} was saved by {manifest.replicas} replicas and is loaded by {self._replicas.size}: slots are dealt "
-            f"anew, {mean if manifest.mid_round else ''}{own}random numbers start anew"
+            f"again, {mean if manifest.mid_round else ''}{own}random numbers start afresh"
         )
 
 
 def _with_common(entries: dict[str, Any], path: Path, manifest: folder.Manifest) -> dict[str, Any]:
-    """The entries of mid-round with what was written once for all replicas."""
+    """The entries of mid-round, completed with the common part that was written once for all replicas."""
     if folder.SHARED not in manifest.files:
         return entries
     common = folder.read(path, folder.SHARED, manifest)["common"]

@@ -1,4 +1,4 @@
-"""The mean of what the replicas saved in mid-round, for another number of replicas to go on from."""
+"""The mean of the replicas' states in mid-round, from which another number of replicas can resume."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _COUNTER = "step"  # of an optimizer: never averaged
 
 
 def mean(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean of what replicas differ in: floating-point tensors, those of modules and those of optimizers.
+    """Average the floating-point tensors of modules and optimizers; take the rest from the first replica.
 
-    The rest is the first replica's. An optimizer that has skipped all its steps holds no state yet: the mean is that of
-    those who do. Read one after another: memory for two of them in double precision.
+    Optimizers that skipped all their steps have no state yet and are left out of the mean. States are read one after
+    another, so memory holds two of them in double precision.
     """
     total: dict[str, Any] = {}
     sums: dict[tuple[Any, ...], Tensor] = {}
@@ -39,7 +39,7 @@ def mean(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _add_missing(total: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Take over the optimizer state of parameters for which the replicas before had none."""
+    """Add the optimizer state of parameters for which earlier replicas had none."""
     for name, entry in state.items():
         if entry["kind"] == "optimizer":
             for number, of_one in entry["state"]["state"].items():
@@ -47,7 +47,7 @@ def _add_missing(total: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 
 
 def _places(state: Mapping[str, Any]) -> Iterable[tuple[tuple[Any, ...], Tensor]]:
-    """Every tensor that is averaged, and the keys that lead to it."""
+    """Every tensor to average, with the keys that lead to it."""
     for name, entry in state.items():
         found: dict[tuple[Any, ...], Any]
         if entry["kind"] == "module":

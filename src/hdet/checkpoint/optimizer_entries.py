@@ -1,4 +1,4 @@
-"""Whether the saved state of an optimizer can be that of its parameters: torch loads any, and fails steps later."""
+"""Checks an optimizer's saved state against its parameters: torch loads any state and fails steps later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, optim
 
 from hdet._tensors.parameters import parameters_of
 
-# What torch's own optimizers keep for every parameter that they have stepped, in its shape.
+# State that torch's own optimizers keep for every parameter they have stepped, in its shape.
 _NEEDED: dict[type[Any], tuple[str, ...]] = {
     optim.Adam: ("exp_avg", "exp_avg_sq"),
     optim.AdamW: ("exp_avg", "exp_avg_sq"),
@@ -26,10 +26,10 @@ _NEEDED: dict[type[Any], tuple[str, ...]] = {
     optim.SGD: (),
     optim.Muon: (),
 }
-# What only some of their options make: those that need it from the first step, and momentum, which some make later.
+# State that only some options create: these from the first step, momentum in some optimizers later.
 _OPTIONS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg"}
 _MOMENTUM = "momentum_buffer"
-# Single numbers; all but SGD and Muon count their steps.
+# Scalars in the state; all but SGD and Muon count their steps.
 _NUMBERS: dict[type[Any], tuple[str, ...]] = {
     optim.SGD: (),
     optim.Muon: (),
@@ -39,22 +39,22 @@ _NUMBERS: dict[type[Any], tuple[str, ...]] = {
 
 
 def state_problems(optimizer: Any, state: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """What of a saved state cannot be this optimizer's; its groups fit.
+    """List the reasons why a saved state cannot be this optimizer's. The groups are known to fit.
 
-    Torch's own optimizers are known by their class. Of others, whose state may have any shape, what has its parameter's
-    shape in the optimizer at hand must have it in the checkpoint too.
+    Torch's own optimizers are recognised by class. Others may have state of any shape: state that has its parameter's
+    shape in this optimizer must have it in the checkpoint too.
 
     Args:
-        optimizer: what it is to be loaded into.
+        optimizer: the optimizer to load into.
         state: its saved `state_dict()`.
-        names: of its parameters, in order; empty where they have none.
+        names: names of its parameters, in order; empty for those without one.
     """
     parameters = parameters_of(optimizer)
     numbers = [(number, group) for group in state["param_groups"] for number in group["params"]]
     found = []
     for (number, group), p, name in zip(numbers, parameters, names, strict=True):
         kept = state["state"].get(number)
-        if not kept:  # it has not been stepped
+        if not kept:  # not stepped yet
             continue
         who = f"the parameter {name!r}" if name else f"parameter {number}"
         if not isinstance(kept, Mapping):

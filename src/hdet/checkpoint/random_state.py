@@ -13,21 +13,21 @@ from hdet._tensors.restore import Generators
 
 
 def take() -> dict[str, Any]:
-    """Their states. CUDA's if it is in use, NumPy's (the global one) if it is imported."""
+    """The states of all generators: CUDA's if in use, NumPy's global one if imported."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, list(numbers), gauss]}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
         state["device"] = torch.cuda.current_device()
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(numpy.random.get_state(), tuple):  # not if it was replaced by another kind
+    if numpy is not None and isinstance(numpy.random.get_state(), tuple):  # not if replaced by another generator
         kind, keys, *rest = numpy.random.get_state()
         state["numpy"] = [kind, torch.tensor(keys.tolist()), *rest]
     return state
 
 
 def put(state: dict[str, Any]) -> None:
-    """Go on from `take()`; what is not in use here is left out."""
+    """Restore the states from `take()`, except for generators that are not in use here."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])
@@ -35,7 +35,7 @@ def put(state: dict[str, Any]) -> None:
         same = (len(state["cuda"]), state["device"]) == (torch.cuda.device_count(), torch.cuda.current_device())
         if same:
             torch.cuda.set_rng_state_all(state["cuda"])
-        else:  # the replica has moved to another GPU: it is the current one that it trains on
+        else:  # the replica moved to another GPU and trains on the current one
             torch.cuda.set_rng_state(state["cuda"][state["device"]])
     numpy = sys.modules.get("numpy")
     if "numpy" in state and numpy is not None:
@@ -44,7 +44,7 @@ def put(state: dict[str, Any]) -> None:
 
 
 def reseed(state: dict[str, Any], replica: int, replicas: int) -> None:
-    """Start all of them anew: each replica differently, and the same each time from the same `state`."""
+    """Reseed all generators, differently on each replica and reproducibly from `state`."""
     text = f"{replica} of {replicas}".encode()
     digest = hashlib.sha256(bytes(state["torch"].tolist()) + text).digest()
     Generators().seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -1,4 +1,4 @@
-"""`save()`: a checkpoint that is complete or not there, from all replicas together."""
+"""`save()`: all replicas write one checkpoint together, completely or not at all."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ def save(
 ) -> Path:
     """Write a checkpoint of the run to a new folder in `path`. Collective: every replica calls it, between steps.
 
-    At a round's end the first replica writes one state that holds no rank, and every replica its random numbers. In
-    mid-round, and always with `hdet.Averaging(state=False)`, every replica writes its own state, so that `load()` goes
-    on bit for bit. The checkpoint appears by one rename when all of it is on the disk: a kill at any moment leaves it
-    whole or not there, and older ones as they are.
+    At a round's end the first replica writes one state for all, and every replica its random numbers. In mid-round, and
+    always with `hdet.Averaging(state=False)`, every replica writes its own state, so that `load()` resumes bit for bit.
+    A rename publishes the checkpoint once all of it is on disk: a kill at any moment leaves it complete or absent, and
+    older checkpoints intact.
 
     Args:
-        path: a folder that all replicas see, of one run.
-        entries: what to save, by name: modules, optimizers, schedulers, the ensemble, anything with `state_dict()` and
-            `load_state_dict()`, lists of these, tensors, and plain values (numbers, strings, lists, dicts). The same on
-            all replicas, apart from what an ensemble lets differ in mid-round.
-        own: the same, for what is this replica's own even at a round's end, such as the position in its data. Another
-            number of replicas does not get it back.
+        path: one run's folder, shared by all replicas.
+        entries: objects to save, by name: modules, optimizers, schedulers, the ensemble, anything with `state_dict()`
+            and `load_state_dict()`, lists of these, tensors, and plain values (numbers, strings, lists, dicts). They
+            must be equal on all replicas, except where an ensemble lets replicas differ in mid-round.
+        own: entries that differ between replicas even at a round's end, such as the position in the data. They are not
+            restored on another number of replicas.
         step: optimizer steps taken; by default the ensemble's count.
-        keep: how many checkpoints to keep, the newest ones.
-        replicas: who they are: a process group or a device mesh; by default the ensemble's, or all ranks.
+        keep: number of newest checkpoints to keep.
+        replicas: a process group or a device mesh; by default the ensemble's, or all ranks.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        ValueError: for entries that would not load again, and for replicas that save different things.
-        RuntimeError: if any replica could not write (a full disk): the same on all of them. Older checkpoints are left
-            as they are.
+        ValueError: for entries that could not be loaded again, and for replicas that save different things.
+        RuntimeError: if any replica could not write (a full disk): the same on all of them. Older checkpoints stay
+            intact.
     """
     found, mine = contents.flatten("entries", entries), contents.flatten("own", own or {})
     ensemble = contents.find_ensemble(found)
@@ -89,7 +89,7 @@ class _Writer:
         self._files: dict[str, Any] = {}
 
     def check(self, step: int | None, keep: int) -> None:
-        """Collect what is to be written, and compare what it is with the other replicas."""
+        """Collect the state to write and compare its description with the other replicas'."""
         about = self._together(lambda: self._collect(step, keep))
         for replica, theirs in enumerate(about):
             if theirs != about[0]:
@@ -100,7 +100,7 @@ class _Writer:
                 )
 
     def write(self, keep: int) -> Path:
-        """All of it, down to the disk; the folder of the checkpoint."""
+        """Write everything to disk and return the folder of the checkpoint."""
         first = self._replicas.rank == 0
         temporary: Path | None = None
         if first and self._ensemble is not None:
@@ -127,18 +127,18 @@ class _Writer:
         return folder.begin(self._path, self._owner(), lone=self._ensemble is None).name
 
     def _owner(self) -> object:
-        """Whose run it is: the folder is its own until that is over, or saves to another one."""
+        """The run's owner, which holds the folder until the run ends or saves elsewhere."""
         return self if self._ensemble is None else self._ensemble
 
     def _collect(self, step: int | None, keep: int) -> dict[str, Any]:
-        """Fill `_files`; what must be the same on all replicas."""
+        """Fill `_files`, and return the values that must be equal on all replicas."""
         check_count("keep", keep, unit="checkpoints")
         both = sorted(self._found.keys() & self._own.keys())
         if both:
             raise ValueError(f"own must have other names than entries, got {both} in both")
         if step is None:
             if self._ensemble is None:
-                raise ValueError("step must be given where there is no ensemble to count the steps; write step=step")
+                raise ValueError("step must be given if there is no ensemble to count the steps; write step=step")
             step = self._ensemble.progress["step"]
         check_count("step", step, least=0)
         self._step = step
@@ -158,7 +158,7 @@ class _Writer:
         return {"the step": step, "being in mid-round": self._mid_round, "the entries": kinds, "own": sorted(self._own)}
 
     def _without_common(self, taken: dict[str, Any]) -> dict[str, Any]:
-        """The entries of mid-round; what is the same on all replicas is written by the first one."""
+        """The entries of mid-round without the common part, which the first replica writes."""
         common: dict[str, Any] = {}
         for name, entry in self._found.items():
             ensemble = contents.ensemble_of(entry)
@@ -169,7 +169,7 @@ class _Writer:
         return taken
 
     def _losses(self) -> dict[str, Any]:
-        """By entry, the losses of a round that is under way while all replicas hold the same weights."""
+        """By entry, the losses of the current round while all replicas hold the same weights."""
         ensembles = {name: contents.ensemble_of(entry) for name, entry in self._found.items()}
         if self._mid_round or self._ensemble is None or not self._ensemble.progress["step_in_round"]:
             return {}
@@ -177,7 +177,7 @@ class _Writer:
 
     def _write_files(self, temporary: Path) -> dict[str, tuple[int, str]]:
         if not temporary.is_dir():
-            raise RuntimeError(f"{temporary} is not seen here; path must be on a file system that all replicas share")
+            raise RuntimeError(f"{temporary} is not visible here; path must be on a file system shared by all replicas")
         return {name: folder.write(temporary / name, state) for name, state in self._files.items()}
 
     def _together(self, work: Any) -> list[Any]:
@@ -187,5 +187,5 @@ class _Writer:
 def _prune(path: Path, keep: int) -> None:
     try:
         folder.prune(path, keep)
-    except OSError as error:  # the new one is safe
+    except OSError as error:  # the new checkpoint is safe
         warn(f"old checkpoints in {path} could not be removed: {error}")

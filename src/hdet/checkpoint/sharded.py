@@ -1,4 +1,4 @@
-"""For torch.distributed.checkpoint: the key that a replica's tensors are saved under. docs/checkpoints.md shows how."""
+"""The key of a replica's tensors in torch.distributed.checkpoint. docs/checkpoints.md shows how to use it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from hdet.ensemble import Ensemble
 
 
 def replica_key(ensemble: Ensemble) -> str:
-    """The key for `dcp.save({key: state})`, and after the ensemble was loaded for `dcp.load({key: state})`.
+    """The key for `dcp.save({key: state})` and, once the ensemble is loaded, for `dcp.load({key: state})`.
 
-    In mid-round a key per replica: without one, torch.distributed.checkpoint takes the replicas for copies of one
-    model and saves a mix of them, without an error. At a round's end they are copies, and are saved once.
+    In mid-round each replica has its own key: without one, torch.distributed.checkpoint treats the replicas as copies
+    of one model and silently saves a mix of them. At a round's end they are copies and are saved once.
 
     Returns:
         "consensus", or in mid-round for example "replica-1-of-2".

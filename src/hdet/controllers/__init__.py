@@ -1,4 +1,4 @@
-"""Controllers: what moves the scales of the explored hyperparameters between rounds."""
+"""Controllers move the scales of the explored hyperparameters between rounds."""
 
 from hdet.controllers.auto import Auto
 from hdet.controllers.fixed import Fixed

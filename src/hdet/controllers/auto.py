@@ -1,4 +1,4 @@
-"""The controller of choice: for each hyperparameter what finds it, as far as anything does."""
+"""The recommended controller: it picks a method for each hyperparameter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RULES = {
     "outer_step": Rule(lambda x: 0 < x <= 1, "lie in (0, 1]", "0.5"),
     "tail_average": Rule(lambda x: 0 <= x <= 1, "lie in [0, 1], a part of the run", "0.5"),
 }
-_LEAST_TAIL = 2000  # steps of a run that its end is averaged in: in shorter ones the comparison costs too much
+_LEAST_TAIL = 2000  # least steps of a run with a tail average: in shorter ones the comparison costs too much
 
 
 @dataclass(frozen=True)
@@ -26,27 +26,26 @@ class Auto:
 
     - Learning rates (`learning_rate`, and `learning_rate/...` by parameter group) in a run of at most `short` steps on
       several replicas: the neutral `LineSearch`.
-    - Learning rates in longer runs, in runs of unknown length, and with one replica, where there is nothing to compare:
-      found before the first step, then left to the schedule. They are not fanned out. Late in a long run a round says
-      nothing about the rate.
+    - Learning rates in longer runs, in runs of unknown length, and with one replica, which has nothing to compare:
+      found before the first step, then left to the schedule and not fanned out. Late in a long run a round says nothing
+      about the rate.
     - Every other hyperparameter: `Slope`.
 
-    Designs: the line search is right only for what varied alone. So when a short run explores a learning rate together
-    with anything else, they take turns: each round explores one hyperparameter, and only that one's controller learns
-    from it, because to the others nothing varied. In long runs only slopes are left; they share every round,
-    orthogonally.
+    Designs: a line search is valid only if one hyperparameter varies at a time. So when a short run explores a learning
+    rate and anything else, they take turns: each round explores one hyperparameter, and only its controller learns from
+    the round. Long runs use slopes only; they share every round, orthogonally.
 
     Args:
-        line_search: what moves learning rates in short runs.
-        slope: what moves the others.
+        line_search: moves learning rates in short runs.
+        slope: moves all other hyperparameters.
         short: the most steps of a short run.
-        finds: whether the rate of a long run is to be found; False if you know it.
-        outer_step: how much of a round's way is taken at converge in long runs with a learning rate. A half forgives
-            rates that are too high, and the rate that is found is higher for it: docs/research.md.
-        tail_average: in those runs, from 2,000 steps on, the part at the end whose round ends are averaged; the probe
-            tells when the run ends whether half of the way to that mean is better than the last weights. 0 for none,
-            which saves a copy of the weights.
-        interval: optimizer steps per round that it asks for in those runs.
+        finds: whether to find the rate of a long run; False if you know it.
+        outer_step: fraction of a round's weight change to apply at converge, in long runs with a learning rate. One
+            half tolerates rates that are too high, so a higher rate is found: docs/research.md.
+        tail_average: part of the run at its end whose round ends are averaged, in such runs of at least 2,000 steps.
+            When the run ends, the probe decides whether to move halfway from the last weights to that mean. 0 turns it
+            off and saves a copy of the weights.
+        interval: optimizer steps per round in those runs.
 
     >>> Auto().plan(["learning_rate", "weight_decay"], 400).design
     'turns'
@@ -75,7 +74,7 @@ class Auto:
         check_count("interval", self.interval)
 
     def plan(self, names: Sequence[str], total_steps: int | None, replicas: int | None = None) -> Plan:
-        """What was picked for each hyperparameter, and the rounds that this needs; of several replicas by default."""
+        """Pick a method for each hyperparameter and the rounds that it needs; `replicas=None` stands for several."""
         rates, others = _rates(names), _others(names)
         slope = self.slope.plan(others, total_steps)
         if not rates:
@@ -91,11 +90,11 @@ class Auto:
         length = "a run of unknown length" if total_steps is None else f"a run of {total_steps} steps"
         where = "to be found before the first step, then left" if self.finds else "left"
         because = (
-            f"in {length} a line search costs more than it finds (it is for at most {self.short} steps), and late "
+            f"in {length} a line search costs more than it gains (it is for at most {self.short} steps), and late "
             "rounds say nothing about the rate"
         )
         if self._is_short(total_steps):
-            because = "with one replica there is nothing to compare, which a line search would need"
+            because = "one replica leaves a line search nothing to compare"
         why = f"{where} to the schedule: {because}"
         if self.outer_step < 1:
             why += (
@@ -129,7 +128,7 @@ class Auto:
 
 
 def _delegate(controller: LineSearch | Slope, names: Sequence[str], state: State, report: Report) -> State:
-    """What `controller` makes of its own hyperparameters, as if there were no others."""
+    """Update the given hyperparameters with `controller`, as if there were no others."""
     own = replace(report, observations={name: report.observations[name] for name in names})
     return controller.update({name: state[name] for name in names}, own)
 

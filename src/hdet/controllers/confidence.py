@@ -1,11 +1,11 @@
-"""How sure a controller is: a mean over rounds that forgets slowly, its standard error, and both in words.
+"""A controller's confidence: a mean over rounds that forgets slowly, its standard error, and both in words.
 
-Every function is of plain numbers. A round that lies k rounds back has the weight memory^k; with n rounds so far,
+All functions take plain numbers. A round k rounds ago has the weight memory^k; with n rounds so far,
 
     W = sum_k memory^k,     Q = sum_k memory^2k,     effective rounds = W^2 / Q
 
-The standard error takes the rounds to be independent of each other. What is the same in all of them (a probe that is
-not like the data, a loss that cannot see the benefit) is not in it.
+The standard error assumes independent rounds. It leaves out errors common to all rounds, such as a probe unlike the
+data or a loss that cannot show the benefit.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 
 NOTHING = {"estimate": 0.0, "error": math.inf}
-"""The state entries of a controller that has not seen anything yet."""
+"""The state entries of a controller before its first round."""
 VAGUE = 0.5
-"""From this error on only the near end of what is possible is told: two errors are a factor e and more, either way."""
+"""From this error on, report only the near end of the range: two errors span a factor of e or more either way."""
 
 _MOST_DECIMALS = 6  # of an error
 
@@ -39,9 +39,9 @@ def effective_rounds(rounds: float, memory: float) -> float:
 
 
 def new_mean(mean: float, value: float, rounds: float, memory: float) -> float:
-    """The weighted mean with `value`, that of the last of `rounds` rounds; `mean` is the one without it.
+    """Add `value`, from the last of `rounds` rounds, to the weighted mean of the rounds before.
 
-    The same as m <- memory m + (1 - memory) value, divided by 1 - memory^rounds.
+    Equals m <- memory m + (1 - memory) value, divided by 1 - memory^rounds.
 
     >>> new_mean(1.0, 4.0, 2, 0.5)
     3.0
@@ -50,7 +50,7 @@ def new_mean(mean: float, value: float, rounds: float, memory: float) -> float:
 
 
 def new_scatter(scatter: float, value: float, mean: float, after: float, memory: float) -> float:
-    """The weighted sum of the squared distances from the mean, which `value` has moved from `mean` to `after`.
+    """The weighted sum of squared distances from the mean, after `value` moved the mean from `mean` to `after`.
 
     >>> new_scatter(0.0, 4.0, 1.0, 3.0, 0.5)
     3.0
@@ -61,7 +61,7 @@ def new_scatter(scatter: float, value: float, mean: float, after: float, memory:
 def new_co_scatter(scatter: float, value: float, mean: float, other: float, other_after: float, memory: float) -> float:
     """The weighted sum of the products of two quantities' distances from their means.
 
-    `mean` is the one of `value` without it, `other_after` that of `other` with it.
+    `mean` is the mean of the first quantity before `value`; `other_after` is the mean of the second after `other`.
 
     >>> new_co_scatter(0.0, 4.0, 1.0, -4.0, -3.0, 0.5)
     -3.0
@@ -70,9 +70,9 @@ def new_co_scatter(scatter: float, value: float, mean: float, other: float, othe
 
 
 def variance_of_mean(scatter: float, rounds: float, memory: float) -> float:
-    """The variance of a weighted mean, or the covariance of two, from the scatter over rounds; inf if not known.
+    """The variance of a weighted mean, or the covariance of two, from the scatter over rounds; inf if unknown.
 
-    It is not known before the second round. With memory 0 there is only ever one round to look at.
+    It is unknown before the second round, and always with memory 0, which keeps only one round.
     """
     weight, effective = total_weight(rounds, memory), effective_rounds(rounds, memory) if rounds else 0.0
     if rounds < 2 or effective <= 1:
@@ -82,14 +82,14 @@ def variance_of_mean(scatter: float, rounds: float, memory: float) -> float:
 
 
 def standard_error(scatter: float, rounds: float, memory: float) -> float:
-    """The standard error of the weighted mean, from the scatter over rounds; inf if it is not known."""
+    """The standard error of the weighted mean, from the scatter over rounds; inf if unknown."""
     return math.sqrt(variance_of_mean(scatter, rounds, memory))
 
 
 def widened(error: float, free: float) -> float:
-    """A standard error with `free` degrees of freedom, so that two of it hold 95 %, as with many.
+    """Widen a standard error with `free` degrees of freedom so that twice the result covers 95 %.
 
-    Within 4 % of what Student's t says, from one degree on.
+    Within 4 % of Student's t, from one degree on.
 
     >>> [round(widened(1.0, free), 2) for free in (1, 2, 4, 8, 100)]
     [6.69, 2.17, 1.41, 1.17, 1.01]
@@ -98,17 +98,17 @@ def widened(error: float, free: float) -> float:
 
 
 def words(name: str, scale: float, estimate: float, error: float) -> str:
-    """What was found about one hyperparameter.
+    """The finding about one hyperparameter.
 
-    The number is the factor on the schedule that the evidence points to, `scale * exp(estimate)`, with its standard
-    error. Within two standard errors of where the scale is, there is no evidence that it should move. An error of
-    `VAGUE` or more says little about the far side: then only the near end, two standard errors off, is told.
+    The number is the factor on the schedule that the evidence suggests, `scale * exp(estimate)`, with its standard
+    error. Within two standard errors of the current scale there is no evidence that it should move. An error of `VAGUE`
+    or more says little about the far side: then only the near end, two standard errors off, is reported.
 
     Args:
         name: the hyperparameter.
-        scale: the scale that the last round was trained with.
-        estimate: the logarithm of the factor by which it was found to be off.
-        error: the standard error of that; inf for nothing known.
+        scale: the scale that the last round trained with.
+        estimate: the logarithm of the factor by which the scale is off.
+        error: the standard error of the estimate; inf if nothing is known.
 
     >>> words("learning_rate", 1.0, 0.588, 0.111)
     'learning_rate: x1.80 +- 0.20'
@@ -130,7 +130,7 @@ def words(name: str, scale: float, estimate: float, error: float) -> str:
 
 
 def words_unexplored(name: str, scale: float) -> str:
-    """What is said of a hyperparameter that the replicas do not try values of: where it is.
+    """The current scale of a hyperparameter that is not explored.
 
     >>> words_unexplored("learning_rate", 5.03)
     'learning_rate: x5.03, not explored'
@@ -139,7 +139,7 @@ def words_unexplored(name: str, scale: float) -> str:
 
 
 def words_not_learning(name: str, scale: float) -> str:
-    """What is said while the losses are no lower than at the start: where it is, and that this shows nothing.
+    """The current scale while the losses are no lower than at the start, which is no evidence for it.
 
     >>> words_not_learning("learning_rate", 2.75)
     'learning_rate: x2.75, but the losses have not clearly fallen since the start'
@@ -152,5 +152,5 @@ def _factor(factor: float) -> str:
 
 
 def _decimals(factor: float) -> int:
-    """Two, or as many as show two digits of a small factor, one of a tenth of it."""
+    """Two, or more for small factors, to show two digits."""
     return max(2, 1 - math.floor(math.log10(factor))) if factor > 0 else 2

@@ -1,4 +1,4 @@
-"""The controller that moves nothing: fan-out and converge around the schedule as it is."""
+"""The controller that moves nothing: replicas fan out around the unchanged schedule."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hdet.controllers.report import Report, State
 class Fixed:
     """Leave every scale at 1.
 
-    It finds nothing, so its state has no `estimate` and no `error`: what a scale is off by depends on the rule that is
-    to move it. To see what another controller would find while nothing moves, use that one with `observe_only=True`.
+    It estimates nothing, so its state has no `estimate` and no `error`. To see what another controller would find
+    without moving anything, use that controller with `observe_only=True`.
     """
 
     needs_score = False

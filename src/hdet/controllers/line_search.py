@@ -1,6 +1,6 @@
 """The line search: with shared gradients a round's replicas lie on a line, and a probe shows the loss along it.
 
-Read `docs/controllers.md` for when it says something and when it does not.
+See `docs/controllers.md` for when the line search is informative and when it is not.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ Fit = Callable[[Sequence[float], Sequence[float]], "tuple[float, float] | None"]
 _VERTEX = {"neutral": 0.5, "greedy": 1.0}
 _SCATTER = ("slope_scatter", "co_scatter", "curvature_scatter")
 _SUMS = (*_SCATTER, "products")
-_KNOWN = 2.0  # standard errors that A and B must be away from 0 for the vertex to be known
-_CLEAR = 3.0  # that a slope must be away from 0: one more, as division by |a| + |b| shifts B where noise is large
+_KNOWN = 2.0  # standard errors between A or B and 0 for the vertex to be known
+_CLEAR = 3.0  # the same for a slope: one more, because dividing by |a| + |b| shifts B when noise is large
 
 
 @dataclass(frozen=True)
 class LineSearch:
-    """Move a learning rate by where the loss is lowest along what the round did.
+    """Move a learning rate towards the lowest loss along the line that the round's replicas lie on.
 
-    With shared gradients theta_r = theta_0 + rho_r D, rho_r being the multiplier of replica r. With L_r the loss of its
-    last weights on the probe and L_0 that of the weights the round began with, on the same data:
+    With shared gradients theta_r = theta_0 + rho_r D, where rho_r is the multiplier of replica r. Let L_r be the probe
+    loss of its last weights and L_0 that of the weights at the start of the round, on the same data:
 
         L_r - L_0 = a rho_r + b rho_r^2              least squares over the replicas; exact for two
         (a, b) <- (a, b) / (|a| + |b|)               so that all rounds weigh the same
@@ -54,39 +54,39 @@ class LineSearch:
         d = log(R / target)
         scale <- scale * exp(max(0, 2 h - 1) * clip(step_size * d, -max_step, max_step))
 
-    The target is the vertex that the rate is moved to. At R = 1 the round ended at the lowest point of its line: the
-    "greedy" target, which is short-sighted and ends with small rates. At R = 1/2 it went twice as far and neither
-    gained nor lost: "neutral". While the schedule rises it will raise the rate by itself, so with f = base / peak
-    d <- max(0, d + log f) if d > 0. Where it falls, the rate is to be annealed, of which a round's line knows nothing:
-    with h = base / highest base so far the step is taken 2 h - 1 times, up and down alike, and below half of the
-    highest base the scale rests. So the rate ends at most twice as high, relative to its peak, as the schedule.
+    The target is the value of R to reach. At R = 1 the round ended at the lowest point of its line: the "greedy"
+    target, which is short-sighted and ends with small rates. At R = 1/2 the round went twice as far and neither gained
+    nor lost: "neutral". While the schedule rises, it will raise the rate by itself, so with f = base / peak
+    d <- max(0, d + log f) if d > 0. While it falls, it anneals the rate, which a round's line cannot account for: with
+    h = base / highest base so far, the step shrinks by 2 h - 1, up and down alike, and below half of the highest base
+    the scale stays. So relative to its peak the rate ends at most twice as high as the schedule.
 
     When the step size changes by a factor q, A and B become A q and B q^2: the same line, measured in new steps. A
-    negative B does not grow that way: on a hill the scale rises by the most it may, and with it B q^2 would outweigh
-    all that later rounds can say, for good. `hills=True` lets it.
+    negative B is not rescaled: on a hill the scale rises as fast as allowed, and B q^2 would then outweigh all later
+    rounds for good. `hills=True` rescales it anyway.
 
-    It is for learning rates. Several, one for each parameter group, are explored in turns, as the fit is right only for
-    what varied alone. In such a turn the other groups move too: L_0 does not lie on the group's line, and the fit has a
-    free intercept instead, which takes three replicas. In a round in which it was not explored a rate is left alone.
+    It works on learning rates only. Several rates, one per parameter group, take turns, because the fit is valid only
+    if one varies at a time. During such a turn the other groups move too: L_0 does not lie on the group's line, so the
+    fit has a free intercept instead, which takes three replicas. A round that does not explore a rate leaves it alone.
     Without `probe` and `start` in the report nothing changes.
 
-    Its confidence: `estimate` is d, and `error` the standard error of log R, from the scatter of a and b over rounds
-    and what they have in common, widened for few rounds. Where A or B is within two standard errors of 0, or R beyond
-    `reach`, the vertex is not known. Then the slope A + 2 B t is followed from t = target on, in the direction of d: as
-    far as it is three standard errors from 0, the vertex lies beyond, and `error` is half of the way from there to d,
-    at least 1/2, for which `finding` says "at least" or "at most" and gives d -+ 2 `error`. It is infinity where not
-    even the slope at the target is that clear.
+    Confidence: `estimate` is d, and `error` the standard error of log R, from the scatter of a and b over rounds and
+    their covariance, widened for few rounds. If A or B is within two standard errors of 0, or R beyond `reach`, the
+    vertex is unknown. Then follow the slope A + 2 B t from t = target in the direction of d: while it is three standard
+    errors from 0, the vertex lies beyond. `error` is half the distance from the end of that stretch to d, at least 1/2,
+    and `finding` says "at least" or "at most" d -+ 2 `error`. `error` is infinite if the slope is unclear even at the
+    target.
 
     Args:
         target: "neutral" or "greedy".
-        active: the part of the run in which it explores and acts, where the run's length is known.
-        smoothing: how much of A and B is kept from round to round, in [0, 1).
-        step_size: how much of d is taken in one round.
-        max_step: the most that log(scale) moves in one round.
-        hills: let a negative B grow with the step size too, to compare with the plain formula; it can run away.
-        reach: R is kept between 1 / reach and reach.
-        max_scale: the scale is kept between 1 / max_scale and max_scale.
-        interval: optimizer steps per round that it asks for.
+        active: part of the run in which it explores and acts, if the run's length is known.
+        smoothing: fraction of A and B kept from round to round, in [0, 1).
+        step_size: fraction of d to apply in one round.
+        max_step: largest change of log(scale) in one round.
+        hills: rescale a negative B with the step size too, to compare with the plain formula; it can run away.
+        reach: limits R to between 1 / reach and reach.
+        max_scale: limits the scale to between 1 / max_scale and max_scale.
+        interval: optimizer steps per round.
 
     >>> [round(x, 9) for x in fit((0.5, 1.0, 1.5), (-0.75, -1.0, -0.75))]    # -2 rho + rho^2
     [-2.0, 1.0]
@@ -129,9 +129,9 @@ class LineSearch:
     def init(self, names: Sequence[str]) -> State:
         """Every scale is 1, and no round has been seen.
 
-        `slope` and `curvature` are A and B, `at` the step size (base * scale) that they were measured at, `highest` the
-        highest base so far, and the scatters the weighted sums over rounds of (a - A)^2, (a - A) (b - B) and (b - B)^2.
-        `products` is the sum of a b, with the squares of the weights. `target` is there to be seen in the records.
+        `slope` and `curvature` are A and B, `at` is the step size (base * scale) that they were measured at, `highest`
+        the highest base so far. The scatters are the weighted sums over rounds of (a - A)^2, (a - A) (b - B) and
+        (b - B)^2. `products` is the sum of a b with squared weights. `target` is stored only for the records.
         """
         seen = {"slope": 0.0, "curvature": 0.0, "at": 0.0, "highest": 0.0, "rounds": 0.0, **dict.fromkeys(_SUMS, 0.0)}
         return {name: {"scale": 1.0, "target": _VERTEX[self.target], **seen, **NOTHING} for name in names}
@@ -142,7 +142,7 @@ class LineSearch:
         if late:
             return state
         state = {name: _with_highest(entry, report.observations[name].base) for name, entry in state.items()}
-        if report.probe is None or report.start is None:  # as in the first round, which is no less part of the schedule
+        if report.probe is None or report.start is None:  # the first round, for one: its base counts all the same
             return state
         rises = [loss - report.start for loss in report.probe]
         fitted = fit if len(state) == 1 else fit_with_intercept
@@ -165,16 +165,16 @@ class LineSearch:
         if distance > 0 and seen.peak and seen.next_base > seen.base:
             distance = max(0.0, distance + math.log(seen.base / seen.peak))
         step = share * min(max(self.step_size * distance, -self.max_step), self.max_step)
-        # Not moved, not bounded: a scale that someone else has put outside is not this round's business.
+        # Neither moved nor bounded: this round has no say over a scale that was put outside its limits.
         before = entry["scale"]
         scale = seen.bounded(before * math.exp(step), self.max_scale, before) if step else before
         return {**after, "scale": scale, "estimate": distance, "error": self._error(after, found)}
 
     def _carried(self, entry: dict[str, float], at: float) -> dict[str, float]:
-        """A and B and their scatter in units of the step size `at`, that of this round.
+        """Rescale A, B and their scatter to this round's step size `at`.
 
-        Done now and not at the end of the last round, because only now it is known what the step size became: the
-        schedule has moved on, and the scale stayed if the ensemble only observes.
+        This waits until now because the step size was unknown at the end of the last round: the schedule has moved on,
+        and the scale stayed if the ensemble only observes.
         """
         q = at / entry["at"] if entry["at"] > 0 else 1.0
         grown = q**2 if self.hills or entry["curvature"] > 0 else min(q**2, 1.0)
@@ -183,7 +183,7 @@ class LineSearch:
         return {**entry, "slope": entry["slope"] * q, "curvature": entry["curvature"] * grown, "at": at, **sums}
 
     def _averaged(self, entry: dict[str, float], a: float, b: float) -> dict[str, float]:
-        """A and B and their scatter, with this round's fit."""
+        """Add this round's fit to A, B and their scatter."""
         size = abs(a) + abs(b)
         a, b = (a / size, b / size) if size else (0.0, 0.0)
         rounds, memory = entry["rounds"] + 1, self.smoothing
@@ -207,7 +207,7 @@ class LineSearch:
         return self._within(-slope / (2 * curvature))
 
     def _error(self, entry: dict[str, float], distance: float) -> float:
-        """The standard error of log(vertex); where that is not known, what makes `distance` a bound, see above."""
+        """The standard error of log(vertex); if unknown, the error that makes `distance` a bound, see the class."""
         a, b = entry["slope"], entry["curvature"]
         aa, ab, bb = (variance_of_mean(entry[key], entry["rounds"], self.smoothing) for key in _SCATTER)
         if math.isinf(aa):
@@ -226,8 +226,8 @@ class LineSearch:
     def _error_of_vertex(self, entry: dict[str, float]) -> float:
         """The standard error of log(-A / 2B).
 
-        Carried over to other step sizes, rounds differ in size: (a, b) is c (A, B), where the vertex is the same. That
-        is not noise, and drops out. But then A and B rest on fewer rounds than the weights w say: on those that w c do.
+        Carried over to other step sizes, rounds differ in size: (a, b) is c (A, B), with the same vertex. That is not
+        noise and cancels, but A and B then rest on fewer rounds: the weights are w c, not w.
         """
         a, b = entry["slope"], entry["curvature"]
         aa, ab, bb = (entry[key] for key in _SCATTER)
@@ -242,7 +242,7 @@ class LineSearch:
 
 
 def _with_highest(entry: dict[str, float], base: float) -> dict[str, float]:
-    """An entry that knows of one more base; the same one if that was not higher."""
+    """The entry with `highest` raised to `base`; the same entry if `base` is not higher."""
     return {**entry, "highest": base} if base > entry["highest"] else entry
 
 
@@ -250,10 +250,10 @@ def clear_until(start: float, up: bool, line: tuple[float, float], variance: tup
     """The first t from `start` on, upwards or downwards, where x + y t is within three standard errors of 0.
 
     Args:
-        start: returned if it is there already.
-        up: whether to go upwards; if there is no such t, inf is returned, and -inf downwards.
+        start: returned if the line is that close to 0 already.
+        up: whether to go upwards; if there is no such t, the result is inf upwards and -inf downwards.
         line: x and y.
-        variance: that of x, the covariance of x and y, and the variance of y.
+        variance: variance of x, covariance of x and y, variance of y.
 
     >>> clear_until(0.5, True, (-1.0, 0.1), (0.04, 0.0, 0.0))    # -1 + 0.1 t, +- 0.2
     4.0
@@ -273,7 +273,7 @@ def clear_until(start: float, up: bool, line: tuple[float, float], variance: tup
 def fit(multipliers: Sequence[float], rises: Sequence[float]) -> tuple[float, float] | None:
     """a and b of rises = a rho + b rho^2, by least squares over the finite rises; None if they do not determine both.
 
-    rho^2 is first made orthogonal to rho, which keeps the digits when the multipliers are close together.
+    Makes rho^2 orthogonal to rho first, for precision when the multipliers are close together.
     """
     points = [(rho, rise) for rho, rise in zip(multipliers, rises, strict=True) if math.isfinite(rise)]
     squares = math.fsum(rho**2 for rho, _ in points)

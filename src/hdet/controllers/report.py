@@ -1,7 +1,7 @@
-"""What a controller sees and what it is: a plain state, `init` and `update`, nothing else.
+"""The interface of controllers: a plain state, `init` and `update`, and the report that they are given.
 
-A controller is pure. It runs in float64 on the host, is given the same report on every replica and so
-returns the same state on every replica, without traffic.
+A controller is pure. It runs in float64 on the host and gets the same report on every replica, so it returns the same
+state on every replica without communication.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from hdet._arguments import Rule, check_count, check_number
 from hdet._explore.slots import Design
 
 State = dict[str, dict[str, float]]
-"""By hyperparameter name: at least `scale`, and whatever else the controller remembers."""
+"""By hyperparameter name: at least `scale`, plus anything else that the controller remembers."""
 
-_ADDED = ("highest",)  # entries that older states lack: they go on from the initial values
+_ADDED = ("highest",)  # entries that older states lack: these start from their initial values
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Observation:
     Attributes:
         base: the schedule's value at the round's last step.
         next_base: the schedule's value at the next step.
-        floor: the center does not fall below this, unless the base does.
-        multipliers: by replica; all 1 in a round in which it was not explored.
-        peak: the most that the schedule will say, where it tells (OneCycleLR does).
-        limits: beyond these two a replica's value would leave its bounds, and be cut. A scale is not moved beyond them;
-            where the schedule has led it there it stays, until there is a reason to come back.
+        floor: lower limit of the center, unless the base is lower.
+        multipliers: by replica; all 1 in a round that does not explore it.
+        peak: the schedule's highest value, if the scheduler exposes it (OneCycleLR does).
+        limits: the scales between which no replica's value is clipped to its bounds. A scale is not moved beyond them;
+            if the schedule has already led it there, it stays until the controller moves it back.
     """
 
     base: float
@@ -44,16 +44,16 @@ class Observation:
 
     @property
     def explored(self) -> bool:
-        """Whether the replicas had different values: not where it was not its turn, nor at a base of 0."""
+        """Whether the replicas had different values: False if it was another one's turn, or at a base of 0."""
         return self.base > 0 and min(self.multipliers) != max(self.multipliers)
 
     def within_limits(self, scale: float, before: float) -> float:
-        """`scale` within its limits, coming from `before`; one that is outside already may stay or come back."""
+        """Clip `scale` to its limits. If `before` is already outside, the scale may stay there or move back."""
         low, high = self.limits
         return min(max(scale, min(low, before)), max(high, before))
 
     def bounded(self, scale: float, max_scale: float, before: float = 1.0) -> float:
-        """`scale`, coming from `before`, within its limits and `max_scale`, its center not below the floor."""
+        """Clip `scale`, coming from `before`, to its limits, to `max_scale`, and to the floor of its center."""
         lowest = min(1.0, self.floor / self.next_base) if self.next_base > 0 else 0.0
         return min(max(self.within_limits(scale, before), lowest, 1 / max_scale), max_scale)
 
@@ -64,11 +64,11 @@ class Report:
 
     Attributes:
         step: optimizer steps taken since the start of the run.
-        scores: the replicas' mean training losses, by replica; not finite where a replica has none.
+        scores: mean training loss of each replica; not finite for a replica without one.
         observations: by hyperparameter name.
         total_steps: optimizer steps of the whole run, if known.
-        probe: the loss of each replica's last weights on the round's probe, the same data for all; None without one.
-        start: the loss of the weights that the round began with, on that same data; None if it was not measured.
+        probe: loss of each replica's last weights on the round's probe, the same data for all; None without a probe.
+        start: loss of the weights at the start of the round, on the same data; None if not measured.
     """
 
     step: int
@@ -80,23 +80,23 @@ class Report:
 
     @property
     def judged(self) -> tuple[float, ...]:
-        """What the replicas are judged by: the probe, or their training losses where there is none."""
+        """The losses to compare replicas by: the probe's, or the training losses without a probe."""
         return self.scores if self.probe is None else self.probe
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a controller wants of a run. What the user has asked for comes first.
+    """A controller's requests for a run. The user's arguments take precedence.
 
     Attributes:
-        interval: optimizer steps per round; None for the ensemble's own choice.
-        outer_step: how much of a round's way is taken at converge; 1 is all of it.
-        tail_average: the part of the run at its end whose round ends are averaged; 0 for none.
+        interval: optimizer steps per round; None for the ensemble's default.
+        outer_step: fraction of a round's weight change to apply at converge; 1 applies all of it.
+        tail_average: part of the run at its end whose round ends are averaged; 0 for none.
         design: how slots are dealt to several hyperparameters.
-        until: by name, the step from which on a hyperparameter is not explored any more; to the end without an entry.
-        finds: the learning rate is to be found before the first step.
+        until: by name, the step at which a hyperparameter stops being explored; without an entry, never.
+        finds: find the learning rate before the first step.
         needs_line: the replicas of a round must lie on a line, as they do when they share gradients.
-        why: what was picked for each hyperparameter, and for which reason, in words.
+        why: in words, the method picked for each hyperparameter and the reason.
     """
 
     interval: int | None = None
@@ -109,7 +109,7 @@ class Plan:
     why: Mapping[str, str] = field(default_factory=dict)
 
     def auto_interval(self, total_steps: int | None) -> int | None:
-        """What `interval="auto"` is in a run of that length; None if it depends on a length that is not known.
+        """The value of `interval="auto"` in a run of that length; None if it depends on an unknown length.
 
         >>> Plan().auto_interval(4000), Plan(interval=10).auto_interval(None), Plan(interval=10).auto_interval(5)
         (20, 10, 5)
@@ -120,33 +120,33 @@ class Plan:
 
 
 class Controller(Protocol):
-    """Steers the scales of the explored hyperparameters; see `hdet.controllers.Softmax` for one to read.
+    """Steers the scales of the explored hyperparameters; `hdet.controllers.Softmax` is a readable example.
 
-    Two things may be added: `needs_probe = True` if it cannot do without one, and `plan(names, total_steps)`, which
-    returns a `Plan`; with a third parameter, `replicas`, it is told how many there are, None if that is not known yet.
-    State entries named `estimate` and `error` are shown in the records as its confidence: the logarithm of the factor
-    by which it finds the scale to be off, and the standard error of that.
+    A controller may also have `needs_probe = True`, if it requires a probe, and `plan(names, total_steps)`, which
+    returns a `Plan`. If `plan` has a third parameter `replicas`, it receives their number, or None if it is unknown.
+    Records show the state entries `estimate` and `error` as the controller's confidence: the logarithm of the factor by
+    which the scale is off, and its standard error.
     """
 
     @property
     def needs_score(self) -> bool:
-        """Whether `step()` must be given a loss, where there is no probe."""
+        """Whether `step()` needs a loss if there is no probe."""
 
     def init(self, names: Sequence[str]) -> State:
         """The state before the first round: every scale is 1."""
 
     def update(self, state: State, report: Report) -> State:
-        """The state after one full round. `state` itself is left as it is."""
+        """The state after one full round. Must not change `state`."""
 
 
 _A_PART = Rule(lambda x: 0 <= x <= 1, "lie in [0, 1]", "0.5")
 
 
 def plan(controller: Controller, names: Sequence[str], total_steps: int | None, replicas: int | None = None) -> Plan:
-    """What `controller` wants of a run on so many replicas, if that is known; nothing special if it does not say.
+    """The plan of `controller` for a run on that many replicas; the default plan if it has no `plan` method.
 
     Raises:
-        TypeError, ValueError: if it wants what cannot be.
+        TypeError, ValueError: if the plan is invalid.
     """
     own = getattr(controller, "plan", None)
     if own is None:
@@ -170,10 +170,12 @@ def plan(controller: Controller, names: Sequence[str], total_steps: int | None, 
 
 
 def check_returned(controller: Controller, method: str, state: Any, like: State, more: bool = False) -> State:
-    """What a controller's `init` or `update` has returned, as floats: the names and entries of `like`, or `more`.
+    """Check the return value of a controller's `init` or `update` and convert it to floats.
+
+    It must have the names and entries of `like`; with `more`, further entries are allowed.
 
     Raises:
-        TypeError, ValueError: if it is not that, with what was returned.
+        TypeError, ValueError: if it does not; the message shows the value.
     """
     who = f"{type(controller).__name__}.{method}"
     if not isinstance(state, dict) or set(state) != set(like):
@@ -213,7 +215,7 @@ def check_state(state: Any, like: State) -> State:
 
 
 def _with_added(entry: Any, like: Mapping[str, float]) -> Any:
-    """A saved entry, with what an older state lacks."""
+    """Complete a saved entry with the keys that older states lack."""
     if not isinstance(entry, dict):
         return entry
     whole = {**{key: like[key] for key in _ADDED if key in like}, **entry}

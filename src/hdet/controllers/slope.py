@@ -1,4 +1,4 @@
-"""The slope controller: how the score changes with each explored hyperparameter, and a step downhill."""
+"""The slope controller: fits how the score changes with each explored hyperparameter and steps downhill."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _RULES = {
     "max_scale": Rule(lambda x: 1 <= x < math.inf, "be at least 1 and finite", "1e6"),
 }
 _MOST = 700.0  # exp() of more overflows
-_ODD = 3.0  # times the rms of the rounds before: a slope counts as no more, once so many
-_FEW = 5  # rounds were seen
-_SINGULAR = 1e-9  # on a scale on which the pivot of an orthogonal design is 1
+_ODD = 3.0  # slopes are clipped to this many times the rms of earlier rounds,
+_FEW = 5  # after more than this many rounds
+_SINGULAR = 1e-9  # relative to the pivot of an orthogonal design, which is 1
 
 
 @dataclass(frozen=True)
@@ -33,23 +33,23 @@ class Slope:
         m = mean over rounds of g, weights momentum^k    v = mean over rounds of g^2, weights smoothing^k
         log(scale_h) <- log(scale_h) - step_size * m_h / sqrt(v_h)
 
-    Both means are bias-corrected; where v is 0, nothing moves. From the sixth round on a slope counts as 3 sqrt(v) at
-    most: one odd loss would make v so large that nothing moves any more. Hyperparameters that did not vary in this
-    round are left out and left alone. With too few replicas to tell all of them apart, or a round that happened to
-    confound them, each is fitted alone, g_h = cov(u_h, L) / var(u_h); over many rounds the others then average out.
-    Replicas whose score is not finite are left out.
+    Both means are bias-corrected; if v is 0, nothing moves. From the sixth round on, slopes are clipped to 3 sqrt(v):
+    otherwise one odd loss would make v so large that nothing moves afterwards. Hyperparameters that did not vary in
+    this round are neither fitted nor moved. If there are too few replicas to tell all of them apart, or the round
+    happened to confound them, each is fitted alone, g_h = cov(u_h, L) / var(u_h); over many rounds the others average
+    out. Replicas with a score that is not finite are left out.
 
-    Its confidence: a slope says where to, not how far. `estimate` is -m / rms, the mean slope in units of the slopes
+    Confidence: a slope gives a direction, not a distance. `estimate` is -m / rms, the mean slope in units of the slopes
     seen: 1 (a factor e) when all rounds agree that the scale is too low, 0 when they cancel; `error` is the standard
-    error of the mean in the same units. So read "x1.8 +- 0.2" as a direction, and how clear it is.
+    error of the mean in the same units. So read "x1.8 +- 0.2" as a direction and how clear it is.
 
     Args:
-        step_size: how far log(scale) moves in a round when the slopes of all rounds agree.
-        momentum: how much of the mean slope is kept from round to round, in [0, 1).
-        smoothing: how much of the mean square is kept, in [0, 1).
-        evidence: move only where the mean slope is more than this many standard errors from 0; 0 to move always.
-        anneal: let the step size fall to 0 over the run, linearly, where the run's length is known.
-        max_scale: the scale is kept between 1 / max_scale and max_scale.
+        step_size: change of log(scale) in a round when the slopes of all rounds agree.
+        momentum: fraction of the mean slope kept from round to round, in [0, 1).
+        smoothing: fraction of the mean square kept, in [0, 1).
+        evidence: move only if the mean slope is more than this many standard errors from 0; 0 to move always.
+        anneal: reduce the step size linearly to 0 over the run, if the run's length is known.
+        max_scale: limits the scale to between 1 / max_scale and max_scale.
 
     >>> slopes([[-1.0, -1.0, 1.0, 1.0], [-1.0, 1.0, -1.0, 1.0]], [0.0, 6.0, 2.0, 8.0])
     [1.0, 3.0]
@@ -72,7 +72,7 @@ class Slope:
 
     def plan(self, names: Sequence[str], total_steps: int | None) -> Plan:
         """An orthogonal design for two or more: no round confounds their slopes."""
-        why = "slopes: the score is compared between higher and lower values, and the better side followed"
+        why = "slopes: compares the score of higher and lower values and follows the better side"
         return Plan(design="orthogonal" if len(names) > 1 else "permutations", why=dict.fromkeys(names, why))
 
     def init(self, names: Sequence[str]) -> State:
@@ -120,7 +120,7 @@ class Slope:
 
 
 def slopes(columns: Sequence[Sequence[float]], scores: Sequence[float]) -> list[float]:
-    """The least-squares slope of the scores in every column, with an intercept; one by one if they are confounded."""
+    """Fit the scores to all columns with an intercept by least squares; column by column if confounded."""
     if not columns:
         return []
     size, lowest = len(scores), min(scores)

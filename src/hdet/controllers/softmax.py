@@ -31,20 +31,20 @@ class Softmax:
         v <- momentum * v + (1 - momentum) * Delta                  the velocity
         center <- center * next_base / base + step_size * v
 
-    The velocity is kept relative to the base, so it shrinks and grows with the schedule. Replicas whose
-    score is not finite are left out. The center stays between its hyperparameter's floor and `max_scale`
-    times the schedule; at either limit a velocity that points outwards is dropped.
+    The velocity is relative to the base, so it shrinks and grows with the schedule. Replicas with a score that is not
+    finite are left out. The center stays between its hyperparameter's floor and `max_scale` times the schedule; at
+    either limit an outward velocity is dropped.
 
-    Its confidence: in each round the replicas vote for the factor exp(sum_r (w_r - 1/N) log rho_r) on the center, rho_r
-    being their multipliers. `estimate` is the mean logarithm of that, with the weights that `momentum` gives to past
-    rounds, and `error` its standard error. It cannot be larger than the spread: the vote is among what was tried.
+    Confidence: in each round the replicas vote for the factor exp(sum_r (w_r - 1/N) log rho_r) on the center, where
+    rho_r are their multipliers. `estimate` is the mean logarithm of that factor, weighted over past rounds by
+    `momentum`, and `error` its standard error. It cannot exceed the spread, because replicas vote among tried values.
 
     Args:
         temperature: the loss difference that makes the odds e to 1; sigma in the paper.
-        step_size: how much of the velocity is taken; lambda in the paper.
-        momentum: how much of the velocity is kept, in [0, 1); beta in the paper.
-        warmup_steps: rounds that end before this many steps move nothing.
-        max_scale: the center is at most this many times the schedule.
+        step_size: fraction of the velocity to apply; lambda in the paper.
+        momentum: fraction of the velocity to keep, in [0, 1); beta in the paper.
+        warmup_steps: rounds that end before this step move nothing.
+        max_scale: upper limit of the center, as a multiple of the schedule.
 
     >>> controller = Softmax(temperature=0.1)
     >>> controller.init(["learning_rate"])["learning_rate"]

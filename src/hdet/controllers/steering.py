@@ -1,4 +1,4 @@
-"""A controller together with its state: what an ensemble holds."""
+"""A controller together with its state, as an ensemble holds it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHOWN = ("estimate", "error")
 
 
 class Confidence(NamedTuple):
-    """What a controller knows of a hyperparameter; see `hdet.records.HyperparameterRecord`."""
+    """A controller's knowledge of a hyperparameter; see `hdet.records.HyperparameterRecord`."""
 
     memory: dict[str, float]
     estimate: float | None
@@ -23,7 +23,7 @@ class Confidence(NamedTuple):
 
 
 class Steering:
-    """The scales, as a controller moves them; with `observe_only` it is asked, and nothing moves."""
+    """The scales and the controller that moves them; with `observe_only`, the controller runs but nothing moves."""
 
     def __init__(
         self, controller: Controller, names: Sequence[str], observe_only: bool = False, limits: Limits | None = None
@@ -31,7 +31,7 @@ class Steering:
         self.controller = controller
         self.limits = Limits() if limits is None else limits
         self.observe_only = observe_only
-        self.said: tuple[str, ...] = ()  # of the last update, in words: what was asked for and cannot be done
+        self.said: tuple[str, ...] = ()  # events of the last update: requests that were refused
         self._names = list(names)
         self._state = self._init()
 
@@ -41,17 +41,17 @@ class Steering:
         return {name: entry["scale"] for name, entry in self._state.items()}
 
     def update(self, report: Report) -> dict[str, float]:
-        """Take in one full round; the scales that the controller asks for.
+        """Pass one full round to the controller and return the scales that it asks for.
 
         Raises:
-            TypeError, ValueError: if the controller returns something else than a state.
+            TypeError, ValueError: if the controller does not return a state.
         """
         before, fresh = self.scales, self._init()
         proposed, said = {}, []
         told = check_returned(self.controller, "update", self.controller.update(self._state, report), fresh)
         for name, entry in told.items():
             scale = entry["scale"]
-            if not (math.isfinite(scale) and scale > 0):  # a controller that has lost its way begins anew
+            if not (math.isfinite(scale) and scale > 0):  # restart a controller that has gone astray
                 said.append(
                     f"{name}: {type(self.controller).__name__} asked for a scale of {scale:g}; it begins anew at "
                     f"{before[name]:g}"
@@ -67,9 +67,7 @@ class Steering:
         return {name: entry["scale"] for name, entry in proposed.items()}
 
     def confidence(self, name: str, scale: float, explored: bool = True) -> Confidence:
-        """What the controller knows of a hyperparameter that was trained with at `scale`, and how well; nothing of one
-        that is never `explored`.
-        """
+        """The controller's estimate for a hyperparameter trained with `scale`; empty if it is never `explored`."""
         memory = {key: value for key, value in self._state[name].items() if key not in ("scale", *_SHOWN)}
         if not all(key in self._state[name] for key in _SHOWN):
             return Confidence(memory, None, None, "")
@@ -82,12 +80,12 @@ class Steering:
         return {name: dict(entry) for name, entry in self._state.items()}
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from `state_dict()`; raises if it was saved for something else."""
+        """Resume from `state_dict()`; raises if it does not fit this controller."""
         self._state = check_state(state, self._init())
 
     @property
     def numbers(self) -> list[float]:
-        """The controller's state in a row, for another replica with the same controller."""
+        """The controller's state as a flat list, for another replica with the same controller."""
         return [value for entry in self._state.values() for value in entry.values()]
 
     @numbers.setter
@@ -96,14 +94,14 @@ class Steering:
         self._state = {name: {key: next(row) for key in entry} for name, entry in self._state.items()}
 
     def scale_by(self, factor: float, names: Sequence[str], forget: bool = False) -> None:
-        """Multiply some scales; with `forget` the controller remembers nothing else."""
+        """Multiply some scales; with `forget`, reset the rest of the controller's memory."""
         fresh = self._init()
         for name, entry in self._state.items():
             scale = entry["scale"] * (factor if name in names else 1.0)
             self._state[name] = {**(fresh[name] if forget else entry), "scale": scale}
 
     def reset(self) -> None:
-        """Begin anew: every scale is 1."""
+        """Start over: every scale is 1."""
         self._state = self._init()
 
     def _init(self) -> State:

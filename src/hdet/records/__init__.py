@@ -26,7 +26,7 @@ __all__ = [
     "trackers",
 ]
 
-# What not every run needs is imported when it is asked for.
+# Names that not every run needs are imported on first use.
 _LATER = {"ReplayLR": "replay", "make_schedule": "replay", "trackers": "trackers"}
 
 

@@ -1,4 +1,4 @@
-"""Records as a file: one line of strict JSON per round. docs/records.md is its schema."""
+"""Records as a file: one line of strict JSON per round. docs/records.md documents the schema."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hdet.records.schema import Check, Field, MismatchError, count, fields, mapp
 from hdet.records.sink import writes
 
 VERSION = 1
-"""Of the schema. A new key is no new version: readers leave out what they do not know."""
+"""Version of the schema. New keys do not change it: readers ignore keys that they do not know."""
 
 _ROUND = [field.name for field in dataclasses.fields(RoundRecord) if field.name not in ("replica", "hyperparameters")]
 _ROW = [field.name for field in dataclasses.fields(HyperparameterRecord)]
@@ -28,7 +28,7 @@ _COUNTS = ("round", "step", "steps", "total_steps")
 _MOST_REPLICAS, _MOST_ROWS = 100_000, 1000
 _BLOCK = 1 << 16
 _BY_REPLICA = ("scores", "probe", "values")
-_MANY = 16  # replicas; the numbers of fewer are written to the last digit
+_MANY = 16  # replicas; up to that many, numbers are written in full precision
 _DIGITS = 12
 _ENCODE = json.JSONEncoder(allow_nan=False, check_circular=False).encode
 
@@ -36,14 +36,14 @@ _ENCODE = json.JSONEncoder(allow_nan=False, check_circular=False).encode
 class JSONLines:
     """A sink that appends each record to a file, as one line of strict JSON.
 
-    The first replica writes, the others do nothing. A line has left the process when the call returns, so a run that is
-    killed loses at most the line under way, which `read_records` leaves out. A number that is not finite is written as
-    null. A run that is resumed goes on in the same file. A disk that does not take a line does not end the run, which
-    the other replicas would wait in: there is a warning, and the next round is tried again.
+    The first replica writes, the others do nothing. Each line has left the process when the call returns, so a killed
+    run loses at most the line being written, which `read_records` skips. Numbers that are not finite are written as
+    null. A resumed run continues in the same file. If the disk rejects a line, the sink warns and tries again with the
+    next round: an error would leave the other replicas waiting.
 
     Args:
-        path: the file; folders are made.
-        replicas: who they are, as in `hdet.Ensemble`, of which the first writes; by default those of the ensemble.
+        path: the file; missing folders are created.
+        replicas: as in `hdet.Ensemble`; the first one writes. By default those of the ensemble.
 
     Example::
 
@@ -76,14 +76,14 @@ class JSONLines:
         """Write one record, on whichever replica this is.
 
         Raises:
-            OSError: if the disk does not take it. A part of it is cut off before the next one.
+            OSError: if the disk rejects it. The next write removes any partial line first.
         """
         if self._file is None:
             self._file = _open(self.path)
             self._written_by = f"{socket.gethostname()}:{os.getpid()}"
         left = memoryview(to_line(record, time.time(), self._written_by).encode())
         try:
-            while left:  # a disk that is nearly full takes a part
+            while left:  # a nearly full disk writes only a part
                 left = left[self._file.write(left) :]
         except OSError:
             self.close()
@@ -97,7 +97,7 @@ class JSONLines:
 
 
 def to_line(record: RoundRecord, now: float, written_by: str = "") -> str:
-    """The line of one record, with its end."""
+    """The line of one record, including the newline."""
     about = {"version": VERSION, "time": round(now, 3), "written_by": written_by}
     rows = (f"{_ENCODE(name)}: {_text(_row(row))}" for name, row in record.hyperparameters.items())
     line = _text(about | {name: getattr(record, name) for name in _ROUND} | {"search": strict(record.search)})
@@ -110,7 +110,7 @@ def _text(entries: dict[str, Any]) -> str:
     columns = "".join(f', "{name}": {_column(values)}' for name, values in long.items())
     try:
         text = _ENCODE(entries)
-    except ValueError:  # a number that is not finite: rare, so looked for only when it happens
+    except ValueError:  # a number is not finite: rare, so replaced only on failure
         text = _ENCODE(strict(entries))
     return f"{text[:-1]}{columns}}}"
 
@@ -122,21 +122,20 @@ def _column(values: Sequence[float]) -> str:
 
 
 def read_records(path: str | os.PathLike[str]) -> list[RoundRecord]:
-    """The records of a file that `JSONLines` wrote.
+    """Read the records of a file that `JSONLines` wrote.
 
-    A last line that was cut short is left out. Where a run was resumed from an earlier step, the rounds that it has
-    done again replace those of before. null is NaN where there must be a number. Lines that are no records are left
-    out, with a warning.
+    Skips an incomplete last line. If a run was resumed from an earlier step, the repeated rounds replace the original
+    ones. null becomes NaN where a number is required. Lines that are not records are skipped with a warning.
 
     Raises:
         OSError: if the file cannot be opened.
-        ValueError: for a file that has lines and no record of this version, or is no file of this kind.
+        ValueError: if the file has lines but no record of this version, or is not a file of this kind.
     """
     return [from_json(line) for line in read_lines(path)]
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of such a file, checked, without what was done again."""
+    """The checked lines of such a file, without rounds that were repeated later."""
     lines: list[dict[str, Any]] = []
     source = Lines(Path(path), check_line)
     try:
@@ -151,7 +150,7 @@ def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def append(lines: list[dict[str, Any]], fresh: Iterable[dict[str, Any]]) -> bool:
-    """Add lines, which replace those of rounds that were done again; whether there were such."""
+    """Add lines; those of repeated rounds replace the earlier ones. Return whether there were any."""
     again = False
     for line in fresh:
         while lines and lines[-1]["round"] >= line["round"]:
@@ -162,10 +161,10 @@ def append(lines: list[dict[str, Any]], fresh: Iterable[dict[str, Any]]) -> bool
 
 
 def check_line(line: Any) -> dict[str, Any]:
-    """What is known of a line, made sure of: numbers are numbers or None, and as many as there are replicas.
+    """Check the known keys of a line: numbers are numbers or None, and lists have one entry per replica.
 
     Raises:
-        ValueError: for what is no record of this version.
+        ValueError: if it is not a record of this version.
     """
     version = line.get("version", VERSION) if isinstance(line, dict) else VERSION
     if type(version) is int and version > VERSION:
@@ -183,7 +182,7 @@ def check_line(line: Any) -> dict[str, Any]:
 
 
 def _schema() -> Check:
-    """A line. What has a default may be missing: earlier versions of hdet did not write it."""
+    """The check of a line. Fields with a default may be missing: earlier versions of hdet did not write them."""
     row = {**fields(HyperparameterRecord, holes=True), "decision": Field(text, required=False)}
     line = {name: field for name, field in fields(RoundRecord, holes=True).items() if name in _ROUND}
     line |= {name: Field(count, line[name].required) for name in _COUNTS}
@@ -194,7 +193,7 @@ def _schema() -> Check:
 
 
 def _search_or_none(value: Any) -> dict[str, Any] | None:
-    """A search, which is read for whoever wants to know: one that is not whole is none, and costs no round."""
+    """A search, or None if it is damaged: it is informative only, so the round is still read."""
     try:
         found: dict[str, Any] = _SEARCH(value)
     except MismatchError:
@@ -215,7 +214,7 @@ def from_json(line: Mapping[str, Any]) -> RoundRecord:
 
 
 def strict(value: Any) -> Any:
-    """As strict JSON has it: records as objects, tuples as lists, and null for a number that is not finite.
+    """Convert to strict JSON: records become objects, tuples lists, and numbers that are not finite null.
 
     >>> strict({"a": (float("nan"), 1.0)})
     {'a': [None, 1.0]}
@@ -263,11 +262,11 @@ def _tuple(value: Any) -> Any:
 
 
 def _open(path: Path) -> BinaryIO:
-    """The file, to be appended to; what a kill has left of a line is cut off first."""
+    """Open the file for appending, after removing an incomplete last line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file: BinaryIO = open(path, "a+b", buffering=0)  # noqa: SIM115
     end = file.seek(0, os.SEEK_END)
-    while end:  # from the back, for a file may be long
+    while end:  # from the end, as the file may be long
         start = max(0, end - _BLOCK)
         file.seek(start)
         last = file.read(end - start).rfind(b"\n")

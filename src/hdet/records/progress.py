@@ -1,4 +1,4 @@
-"""A run on the terminal: one line that says what the replicas do; a line now and then in a log."""
+"""A run's progress: one updating line on a terminal, or occasional lines in a log."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hdet.records.terminal import tqdm_class
 
 
 class Progress:
-    """A sink that shows how a run goes: round, spread of the losses, learning rate, what the controller did last.
+    """A sink that shows a run's progress: round, range of the losses, learning rate, last move of the controller.
 
-    On a terminal it is a bar (tqdm's, if that is installed) that is redrawn; in a log it is a line every now and then,
-    and one for each event and for the end. The first replica shows it.
+    On a terminal it redraws a bar (tqdm's, if installed); in a log it prints an occasional line, plus one for each
+    event and for the end. Only the first replica prints.
 
     Args:
-        seconds: between two lines of a log.
-        file: where to; by default stderr.
-        replicas: who they are, as in `hdet.Ensemble`, of which the first shows it; by default those of the ensemble.
+        seconds: time between two lines of a log.
+        file: where to print; by default stderr.
+        replicas: as in `hdet.Ensemble`; the first one prints. By default those of the ensemble.
 
     Example::
 
@@ -37,7 +37,7 @@ class Progress:
         self._bar: Any = None
 
     def __call__(self, record: RoundRecord) -> None:
-        """Show one record, or nothing if the last line is not old enough."""
+        """Show one record, or nothing if the last line is too recent."""
         if not writes(record, self._replicas):
             return
         file = self._file or sys.stderr

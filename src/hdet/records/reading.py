@@ -1,7 +1,7 @@
-"""The one reader of what lies on the disk: files that anyone may have written, damaged or replaced meanwhile.
+"""Reads all files from disk, which anyone may have written, damaged or replaced.
 
-Only regular files are opened, so nothing waits for a pipe; sizes are bounded; JSON is parsed strictly. What is wrong is
-said in words, without the path: callers know what the file is for. `schema.py` checks what is in it.
+It opens regular files only, so it never waits for a pipe; it bounds sizes and parses JSON strictly. Errors are in words
+and leave out the path, because callers know what the file is for. `schema.py` checks the content.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
 MOST_BYTES = 1 << 31
-"""Of a file of lines. What comes after is left out."""
+"""Most bytes to read of a file of lines; the rest is ignored."""
 
 _MOST_OF_DOCUMENT = 1 << 24
 _LONGEST_LINE = 1 << 24
 _DEEPEST = 32
 _BLOCK = 1 << 20
-_MARK = 256  # bytes at either end of what was read, by which a file is known again
+_MARK = 256  # bytes kept from either end of the part read, to recognise the file again
 _BOM = b"\xef\xbb\xbf"
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -34,20 +34,20 @@ T = TypeVar("T")
 
 
 class UnreadableError(ValueError):
-    """A file, or a part of one, that is not what it must be."""
+    """A file, or a part of it, that is invalid."""
 
 
 def why(error: Exception) -> str:
-    """What went wrong, without the path that the operating system repeats."""
+    """The error in words, without the path that the operating system repeats."""
     return (getattr(error, "strerror", None) if isinstance(error, OSError) else None) or str(error)
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A regular file, to be read. Nothing else is opened: a pipe would wait for a writer, a device may act on it.
+    """Open a regular file for reading and refuse all else: a pipe would wait for a writer, a device may act on it.
 
     Raises:
         OSError: if it cannot be opened.
-        UnreadableError: if it is no regular file.
+        UnreadableError: if it is not a regular file.
     """
     _require_regular(os.stat(path))
     ways = ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY")  # not all systems have all of them
@@ -61,11 +61,11 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_json(path: Path, most: int = _MOST_OF_DOCUMENT) -> Any:
-    """What a JSON file of at most so many bytes holds.
+    """Read and parse a JSON file of at most `most` bytes.
 
     Raises:
         OSError: if it cannot be opened.
-        UnreadableError: if it is no regular file, too large, or no JSON.
+        UnreadableError: if it is not a regular file, too large, or not JSON.
     """
     with open_file(path) as file:
         text = file.read(most + 1)
@@ -75,10 +75,10 @@ def read_json(path: Path, most: int = _MOST_OF_DOCUMENT) -> Any:
 
 
 def parse(text: bytes) -> Any:
-    """What a JSON text holds. NaN and Infinity are taken as numbers, as Python writes them.
+    """Parse a JSON text. Accepts NaN and Infinity as numbers, as Python writes them.
 
     Raises:
-        UnreadableError: if it is no JSON, has a key twice, or is nested too deeply.
+        UnreadableError: if it is not JSON, repeats a key, or is nested too deeply.
 
     >>> parse(b'{"a": [1, 2.5]}')
     {'a': [1, 2.5]}
@@ -93,7 +93,7 @@ def parse(text: bytes) -> Any:
         raise UnreadableError(f"it is no JSON ({error.msg} at character {error.pos})") from None
     except UnreadableError:
         raise
-    except ValueError:  # Python takes no number of thousands of digits
+    except ValueError:  # Python rejects numbers of thousands of digits
         raise UnreadableError("it has a number of too many digits") from None
     if text.count(b"[") + text.count(b"{") > _DEEPEST and _is_deeper(found, _DEEPEST):
         raise UnreadableError("it is nested too deeply")
@@ -101,17 +101,17 @@ def parse(text: bytes) -> Any:
 
 
 class Lines(Generic[T]):
-    """A file of one JSON object per line, read as far as it goes; `more()` reads what was added since.
+    """A growing file of one JSON object per line; `more()` reads the lines added since the last call.
 
-    A file that was replaced, rewritten or cut short is read from the beginning again.
+    A file that was replaced, rewritten or truncated is read from the start again.
 
     Args:
         path: the file.
-        check: from a parsed line to what is wanted of it; raises ValueError for a bad one, which is left out.
+        check: converts a parsed line; raises ValueError for a bad line, which is skipped.
 
     Attributes:
-        restarts: how often what was read before turned out to be gone.
-        is_too_large: whether there is more of it than is read.
+        restarts: how often reading had to start over.
+        is_too_large: whether the file is larger than the part that is read.
     """
 
     def __init__(self, path: Path, check: Callable[[Any], T]) -> None:
@@ -129,12 +129,12 @@ class Lines(Generic[T]):
 
     @property
     def position(self) -> int:
-        """Up to which byte the file was read: the end of a whole line."""
+        """The number of bytes read: the end of a complete line."""
         return self._position
 
     @property
     def notice(self) -> str:
-        """What was left out and why, in words; empty if nothing was."""
+        """What was left out and why, in words; empty if nothing."""
         said = []
         if self._bad:
             lines = "1 line was" if self._bad == 1 else f"{self._bad:,} lines were"
@@ -145,13 +145,13 @@ class Lines(Generic[T]):
         return f"{self.path}: {'; '.join(said)}" if said else ""
 
     def more(self) -> Iterator[tuple[bytes, T]]:
-        """The good ones of the whole lines that were added, as text and as what `check` makes of them.
+        """The valid lines added since the last call, as text and as converted by `check`.
 
-        A last line without an end is left for later: it is being written, or a kill has cut it short.
+        A last line without a newline is left for later: it is being written, or a kill cut it short.
 
         Raises:
             OSError: if the file cannot be opened.
-            UnreadableError: if it is no regular file.
+            UnreadableError: if it is not a regular file.
         """
         with open_file(self.path) as file:
             if not self._goes_on(file):
@@ -177,14 +177,14 @@ class Lines(Generic[T]):
         self._first_bad = self._first_bad or f"line {self._number:,}: {reason}"
 
     def _goes_on(self, file: BinaryIO) -> bool:
-        """Whether this is the file of before, with what was read of it."""
+        """Whether this is the same file as before, its read part unchanged."""
         about = os.fstat(file.fileno())
         before, self._identity = self._identity, (about.st_dev, about.st_ino)
         same = before == self._identity and about.st_size >= self._position
         return same and _marks(file, self._position) == self._marks
 
     def _whole(self, file: BinaryIO) -> Iterator[bytes | None]:
-        """The lines that are there from the position on, without their ends; None for one that is too long."""
+        """The complete lines after the position, without newlines; None for a line that is too long."""
         file.seek(self._position)
         rest = b""
         while block := file.read(_BLOCK):
@@ -192,7 +192,7 @@ class Lines(Generic[T]):
             for text in whole:
                 self._position += len(text) + 1
                 if self._within_long:
-                    self._within_long = False  # that was its end
+                    self._within_long = False  # the long line ends here
                 else:
                     yield text
             if len(rest) > _LONGEST_LINE or (rest and self._within_long):

@@ -1,6 +1,6 @@
-"""One record per round: what was tried, how it scored, and where the centers went.
+"""One record per round: the values tried, their scores, and the new centers.
 
-`json_lines.py` writes records to a file, `trackers/` to experiment trackers; any callable will do.
+`json_lines.py` writes records to a file, `trackers/` to experiment trackers; any callable can be a sink.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-_SHOWN_REPLICAS = 16  # more than that are told by their range
+_SHOWN_REPLICAS = 16  # more replicas than that are summarised by their range
 
 
 @dataclass(frozen=True)
@@ -19,19 +19,19 @@ class HyperparameterRecord:
 
     Attributes:
         base: the schedule's value at the round's last step.
-        center: base times scale, as trained with.
+        center: base times scale, as used in training.
         values: center times multiplier, by replica.
         scale: the factor on the schedule from the next step on.
-        proposed_scale: what the controller asked for; differs from `scale` with `observe_only`, and after a rollback.
-        memory: what the controller remembers about it, by name: velocities, fits.
-        estimate: the logarithm of the factor by which the controller finds the scale to be off, if it says.
+        proposed_scale: the controller's request; differs from `scale` with `observe_only`, and after a rollback.
+        memory: the controller's memory of it, by name: velocities, fits.
+        estimate: the logarithm of the factor by which the scale is off, if the controller estimates it.
         error: the standard error of the estimate.
         finding: the estimate in words: "learning_rate: x1.80 +- 0.20".
-        scale_before: the factor on the schedule that this round was trained with; None if it is not known.
-        places: where it lives: "0/1/lr" is the learning rate of the first optimizer's second group, "0/0/betas/0" is
-            Adam's beta1; what the forward pass reads has its own name.
+        scale_before: the factor on the schedule in this round; None if unknown.
+        places: where the value is stored: "0/1/lr" is the learning rate of the first optimizer's second group,
+            "0/0/betas/0" is Adam's beta1; values that the forward pass reads have names of their own.
         first: the center in each of these places at the round's first step; empty after a resume in mid-round.
-        last: the same at its last step.
+        last: the center in each of these places at the round's last step.
     """
 
     base: float
@@ -55,7 +55,7 @@ class HyperparameterRecord:
 
     @property
     def decision(self) -> str:
-        """What was done with it, in words: "raised by 12 %"."""
+        """The change of the scale in words: "raised by 12 %"."""
         if self.scale_before is None:
             return ""
         done = _change(self.scale_before, self.scale)
@@ -65,21 +65,21 @@ class HyperparameterRecord:
 
 @dataclass(frozen=True)
 class SearchRecord:
-    """The search for the learning rate before the first step, as `hdet.FoundRate` tells of it.
+    """The search for the learning rate before the first step; the fields of `hdet.FoundRate`.
 
     Attributes:
-        rate: what was found, for the first parameter group with a rate.
-        start: what it was set to before.
-        interval: (lo, hi), between which losses were low.
-        whole: the same as it was counted.
-        factor: the rate is this times the geometric middle of that.
+        rate: the rate found, for the first parameter group with a rate.
+        start: the rate before the search.
+        interval: (lo, hi), the rates between which losses were low.
+        whole: the interval as counted for the rate.
+        factor: the rate divided by the geometric mean of `whole`.
         first_loss: the probe's loss at the initial weights.
-        coarse: the first ramp's (rate, loss on the probe).
-        fine: the second ramp's.
+        coarse: (rate, probe loss) along the first ramp.
+        fine: (rate, probe loss) along the second ramp.
         steps: optimizer steps taken.
-        cost: everything that was done, in training steps.
-        seconds: how long it took; no part of `round_seconds`.
-        doubts: what speaks against it, in words; empty if nothing does.
+        cost: total cost of the search, in training steps.
+        seconds: duration of the search; not part of `round_seconds`.
+        doubts: reasons to doubt the result, in words; empty if there are none.
     """
 
     rate: float
@@ -98,39 +98,40 @@ class SearchRecord:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One round, the same on every replica but for the seconds, the replica itself, and its own losses where
-    nothing is gathered.
+    """One round. Equal on all replicas, except for the seconds, `replica`, and each one's own losses if nothing is
+    gathered.
 
     Attributes:
-        round: its index, from 0.
+        round: index of the round, from 0.
         step: optimizer steps taken when it ended.
         full: False for a round cut short by `converge()` or by the end of the run; the controller ignores it.
-        scores: the replicas' mean losses, by replica; NaN where no loss was given or nothing was gathered.
+        scores: mean loss of each replica; NaN if no loss was given or nothing was gathered.
         hyperparameters: by name.
-        probe: the loss of each replica's last weights on the round's probe; None without one.
-        start: the loss of the weights that the round began with on it; None if it was not measured.
-        round_seconds: from the end of the last round to the end of this one, on this replica.
-        converge_seconds: of these, spent on comparing, averaging and the controller.
-        probe_seconds: of these, spent on the probe.
-        events: what else happened, in words: a rollback, what a controller picked and why.
+        probe: loss of each replica's last weights on the round's probe; None without a probe.
+        start: probe loss of the weights at the start of the round; None if not measured.
+        round_seconds: from the end of the previous round to the end of this one, on this replica.
+        converge_seconds: the part of `round_seconds` spent on comparing, averaging and the controller.
+        probe_seconds: the part of `round_seconds` spent on the probe.
+        events: other events, in words: a rollback, a controller's choice and the reason.
         steps: optimizer steps of this round.
         total_steps: optimizer steps of the whole run, if known.
-        last: whether the run ends with it. A `finish()` at a round's end makes a last record of 0 steps.
-        outer_step: how much of a round's way the run takes when it ends; None if it is not known.
-        outer_momentum: how much of the rounds before it is taken again, with `Nesterov`; None if it is not known.
-        tail_average: whether the run ended with its tail average; None if there was none to take.
-        gradients: "shared" or "local"; None if it is not known.
-        trend: whether the losses are lower than at the start by more than their noise: "falls"; "back" if they were and
-            are not any more, "risen" if they have been as much higher and are not lower by a tenth of that, "flat" if
-            neither. Empty while it is too early or too noisy to say, and without losses.
-        first_loss: the mean loss of the run's first step: the replicas', or this one's where nothing is gathered.
+        last: whether it is the run's last record. A `finish()` at a round's end adds a last record of 0 steps.
+        outer_step: fraction of a round's weight change that the run applies; None if unknown.
+        outer_momentum: fraction of earlier rounds' changes applied again, with `Nesterov`; None if unknown.
+        tail_average: whether the run ended with its tail average; None if it had none.
+        gradients: "shared" or "local"; None if unknown.
+        trend: "falls" if the losses are lower than at the start by more than their noise; "back" if they were lower
+            but no longer are; "risen" if they were as clearly higher and have not fallen by a tenth of that rise;
+            "flat" otherwise. Empty if it is too early or too noisy to say, and without losses.
+        first_loss: mean loss of the run's first step, over the replicas, or this one's if nothing is gathered.
         level: the median of the last rounds' mean losses.
-        lowest, highest: what that was at least and at most.
-        loss: this replica's own mean training loss in a round in which nothing was gathered, and in such rounds before
-            it that have none: where reading it means to wait for a device, that is done a few times in a second. None
-            where `scores` say it, and where no loss was given.
-        search: what was found before the first step, in the first record; None without a search.
-        replica: the replica that it was handed to, from 0, or the rank of a sharded one; None if read from a file.
+        lowest, highest: the lowest and highest level so far.
+        loss: this replica's mean training loss over this round and earlier rounds without a `loss`, if nothing was
+            gathered. Reading it from a device blocks, so that happens only a few times per second. None if `scores`
+            has the loss, or if no loss was given.
+        search: the search before the first step, in the first record; None without a search.
+        replica: the replica that received the record, from 0, or the rank within a sharded one; None if read from a
+            file.
     """
 
     round: int
@@ -162,7 +163,7 @@ class RoundRecord:
 
     @property
     def judged(self) -> tuple[float, ...]:
-        """What the replicas are judged by: the probe, or their training losses where there is none."""
+        """The losses to compare replicas by: the probe's, or the training losses without a probe."""
         return self.scores if self.probe is None else self.probe
 
     @property

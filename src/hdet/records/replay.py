@@ -1,6 +1,6 @@
 """A learned schedule as an ordinary torch scheduler: `ReplayLR`, and the file that it reads.
 
-The file holds knots: the centers of every hyperparameter at the first and the last step of each round.
+The file holds knots: the center of every hyperparameter at the first and the last step of each round.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _MOST_BYTES = 1 << 28
 
 
 def make_schedule(records: Iterable[RoundRecord]) -> dict[str, Any]:
-    """The learned schedule of a run, as plain JSON: for each hyperparameter its centers in each of its places.
+    """The learned schedule of a run as plain JSON: the centers of each hyperparameter in each of its places.
 
-    `steps` are counted from 0, as schedulers do: the value of step s is the one that optimizer step s is taken with.
+    `steps` count from 0, as schedulers do: optimizer step s uses the value of step s.
 
     Raises:
-        ValueError: if no round has said where its hyperparameters live.
+        ValueError: if no round states the places of its hyperparameters.
     """
     rounds = list(records)
     schedules: dict[str, Any] = {}
@@ -50,7 +50,7 @@ def make_schedule(records: Iterable[RoundRecord]) -> dict[str, Any]:
                     told["steps"].append(step)
                     told["centers"].append(list(centers))
     if not schedules:
-        raise ValueError("there is no round to export: a run is exported after its first round")
+        raise ValueError("there is no round to export: export a run after its first round")
     ended = rounds[-1].last
     steps = rounds[-1].step if ended or rounds[-1].total_steps is None else rounds[-1].total_steps
     complete = ended and reaches_the_end(schedules, steps)
@@ -61,29 +61,29 @@ def make_schedule(records: Iterable[RoundRecord]) -> dict[str, Any]:
 
 
 class ReplayLR(LRScheduler):
-    """Replay the schedule that a run has learned, in a plain run, like any torch scheduler.
+    """Replay a run's learned schedule in a plain run, like any torch scheduler.
 
-    At the recorded steps, the first and the last of each round, the values are the recorded centers to the last digit;
-    in between they lie on straight lines. After the end the last value stays. Learning rates, and whatever else the run
-    explored in parameter groups (weight decay, momentum), are written into the groups; what the forward pass reads
-    (dropout, label smoothing) is in `values`. Groups that the run did not explore are left alone. A learning rate that
-    is a tensor holds what fits into it: a float32 one is rounded to about seven digits.
+    At the recorded steps, the first and the last of each round, the values equal the recorded centers exactly; in
+    between they are interpolated linearly. After the end the last value is held. Learning rates, and whatever else the
+    run explored in parameter groups (weight decay, momentum), are written into the groups; values that the forward pass
+    reads (dropout, label smoothing) are in `values`. Groups that the run did not explore are left alone. A tensor
+    learning rate has the precision of its dtype: float32 rounds to about seven digits.
 
-    What a run has learned with an outer step, or with local gradients, holds for training like that: elsewhere it is
-    another schedule, and there is a warning. So there is if the run ended with its tail average.
+    A schedule learned with an outer step or with local gradients is valid only for training of that kind; otherwise
+    there is a warning. There is also one if the run ended with its tail average.
 
     Args:
         optimizer: with as many parameter groups as in the run.
         schedule: a file that `hdet export` wrote, or its content.
-        total_steps: stretch it to as many steps; by default it has its own length.
-        which: the optimizer's index, where the run had several.
+        total_steps: stretch the schedule to this many steps; by default it keeps its length.
+        which: the optimizer's index, if the run had several.
         only: names of the hyperparameters to replay, "learning_rate" for those of all parameter groups; by default all
             that the run explored.
         last_epoch: as in torch.
 
     Raises:
-        TypeError: if something in the schedule is of another type.
-        ValueError: if the schedule does not hang together, or does not fit the optimizer.
+        TypeError: if a value in the schedule has the wrong type.
+        ValueError: if the schedule is inconsistent or does not fit the optimizer.
 
     Example::
 
@@ -125,7 +125,7 @@ class ReplayLR(LRScheduler):
 
     @property
     def values(self) -> dict[str, float]:
-        """What every hyperparameter is now, by name; by place ("learning_rate 0/1/lr") where it has several."""
+        """The current values by name, or by place ("learning_rate 0/1/lr") for a hyperparameter with several."""
         step = self._step()
         several = {name for name, place in self._curves if sum(other == name for other, _ in self._curves) > 1}
         return {
@@ -134,7 +134,7 @@ class ReplayLR(LRScheduler):
         }
 
     def get_lr(self) -> list[float | Tensor]:
-        """The learning rate of each group at this step. Writes what else is in the groups, as OneCycleLR does."""
+        """The learning rate of each group at this step. Also writes the groups' other values, as OneCycleLR does."""
         step = self._step()
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for number, path, curve in self._writes:
@@ -150,14 +150,14 @@ class ReplayLR(LRScheduler):
         return rates
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is; the schedule itself is given to the constructor again."""
+        """The position only: pass the schedule to the constructor again."""
         return {key: value for key, value in super().state_dict().items() if key not in _NOT_SAVED}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict()`.
+        """Resume from `state_dict()`.
 
         Raises:
-            TypeError, ValueError: for another scheduler's.
+            TypeError, ValueError: for the state of another scheduler.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be what ReplayLR.state_dict() gave, got {type(state_dict).__name__}")
@@ -211,7 +211,7 @@ def _checked(schedule: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, 
 
 
 def _chosen(hyperparameters: Mapping[str, Any], only: Sequence[str] | None) -> Mapping[str, Any]:
-    """Those that are to be replayed."""
+    """The hyperparameters to replay."""
     if only is None:
         return hyperparameters
     if (
@@ -241,7 +241,7 @@ def _curves(hyperparameters: Mapping[str, Any]) -> dict[tuple[str, str], _Curve]
 def _placed(
     curves: Mapping[tuple[str, str], _Curve], optimizer: Optimizer, which: int
 ) -> list[tuple[int, list[str], _Curve]]:
-    """Parameter group, entry and curve of all that this optimizer's groups hold."""
+    """Parameter group, entry and curve of every value in this optimizer's groups."""
     found = [(IN_GROUPS.fullmatch(place), name, curve) for (name, place), curve in curves.items()]
     own = [
         (int(match["group"]), match["entry"].split("/"), name, curve)
@@ -273,7 +273,7 @@ def _placed(
 
 
 def _holds_number(group: Mapping[str, Any], entry: Sequence[str]) -> bool:
-    """Whether a parameter group has a number there, which a center may replace."""
+    """Whether the parameter group has a number there that a center may replace."""
     found = None if entry[0] == "params" else group.get(entry[0])
     if len(entry) > 1:
         index = int(entry[1])

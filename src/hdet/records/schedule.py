@@ -1,4 +1,4 @@
-"""What a learned schedule must be: the content of the file that `hdet export` writes and `ReplayLR` reads."""
+"""Checks of a learned schedule: the content of the file that `hdet export` writes and `ReplayLR` reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hdet.records.schema import Field, MismatchError, count, mapping, number, of
 VERSION = 1
 KIND = "hdet-schedule"
 IN_GROUPS = re.compile(r"(?P<optimizer>[0-9]{1,9})/(?P<group>[0-9]{1,9})/(?P<entry>[^/]+(/[0-9]{1,9})?)")
-"""A place in an optimizer's parameter groups; what the forward pass reads has other names."""
+"""A place in an optimizer's parameter groups; values that the forward pass reads have other names."""
 
 _BOUNDS = dict.fromkeys(("lr", "weight_decay", "eps"), (0.0, math.inf)) | dict.fromkeys(
     ("momentum", "betas"), (0.0, 1.0)
@@ -36,11 +36,11 @@ _CONTENT = record(
 
 
 def check_schedule(schedule: Any) -> dict[str, Any]:
-    """A schedule's content, made sure of.
+    """Check a schedule's content and return it.
 
     Raises:
-        TypeError: if it, or something in it, is of another type.
-        ValueError: if it does not hang together.
+        TypeError: if it, or a value in it, has the wrong type.
+        ValueError: if it is inconsistent.
     """
     if not isinstance(schedule, Mapping) or schedule.get("kind") != KIND:
         raise ValueError(f'schedule must be what `hdet export` writes, got {str(schedule)[:80]!r}; write for example '
@@ -71,7 +71,7 @@ def reaches_the_end(hyperparameters: Mapping[str, Any], total_steps: int) -> boo
 
 
 def notices(told: Mapping[str, Any]) -> list[str]:
-    """What makes plain training with a schedule another thing than the run was."""
+    """The ways in which plain training with the schedule differs from the run that learned it."""
     found = []
     first = max(row["steps"][0] for row in told["hyperparameters"].values())
     if first > 0:
@@ -82,12 +82,12 @@ def notices(told: Mapping[str, Any]) -> list[str]:
     if momentum:
         same = f"hdet.Nesterov({taken:g}, {momentum:g})"
         found.append(
-            f"the schedule was learned with an outer optimizer, {same}, which goes another way than plain training; "
+            f"the schedule was learned with an outer optimizer, {same}, which takes other steps than plain training; "
             f"replay it with the same one: hdet.Ensemble(..., averaging=hdet.Averaging(outer_step={same}))"
         )
     elif taken < 1:
         found.append(
-            f"the schedule was learned with an outer step of {taken:g}, which forgives rates that are too "
+            f"the schedule was learned with an outer step of {taken:g}, which tolerates rates that are too "
             "high for plain training; replay it with the same one: "
             f"hdet.Ensemble(..., averaging=hdet.Averaging(outer_step={taken:g}))"
         )
@@ -98,8 +98,8 @@ def notices(told: Mapping[str, Any]) -> list[str]:
         )
     if told.get("tail_average_taken"):
         found.append(
-            "the run ended with its tail average, half of the way to the mean of the weights of its last rounds, which "
-            "no schedule replays; for the same, average them as well: hdet.Averaging(tail=0.5)"
+            "the run ended with its tail average, halfway to the mean of the weights of its last rounds, which a "
+            "schedule cannot replay; to get the same, average them as well: hdet.Averaging(tail=0.5)"
         )
     return found
 

@@ -1,10 +1,10 @@
-"""What JSON must be: checks made from type annotations, which say in words what is wrong and where.
+"""Checks of JSON values, made from type annotations; errors say in words what is wrong and where.
 
     check = record(fields(Start))
     check({"peak_lr": "fast", "steps": 5})    # MismatchError: peak_lr must be a number, got text
 
-A new field of a dataclass is checked by its annotation. Keys that nobody knows are left out or kept, as asked; a field
-with a default may be missing or null.
+The annotation of a new dataclass field is its check. Unknown keys are dropped or kept, as requested; a field with a
+default may be missing or null.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 Check: TypeAlias = Callable[[Any], Any]
-"""From a value of JSON to the same, made sure of; raises `MismatchError`."""
+"""Returns a JSON value if it is valid; raises `MismatchError` if not."""
 
-_LARGEST = 2**53  # whole numbers beyond it are no counts, and a browser cannot hold them
+_LARGEST = 2**53  # larger integers are not counts, and a browser cannot represent them
 _SHOWN = 40
 _NAMES = {bool: "true or false", str: "text", dict: "an object", list: "a list", tuple: "a list", type(None): "null"}
 
 
 class Field(NamedTuple):
-    """One key of an object: what it must hold, and whether it must be there."""
+    """One key of an object: the check of its value, and whether it is required."""
 
     check: Check
     required: bool = True
 
 
 class MismatchError(ValueError):
-    """A value that is not what it must be."""
+    """A value that fails its check."""
 
     def __init__(self, rule: str, value: object) -> None:
         super().__init__(rule, value)
@@ -42,7 +42,7 @@ class MismatchError(ValueError):
         self._where = ""
 
     def within(self, where: str) -> MismatchError:
-        """The same, of what is at `where` in something larger."""
+        """The same error for a value at `where` in a larger one."""
         self._where = where + (f".{self._where}" if self._where and self._where[0] != "[" else self._where)
         return self
 
@@ -70,7 +70,7 @@ def record(known: Mapping[str, Field], *, others: bool = False) -> Check:
 
     Args:
         known: its fields.
-        others: keep what else is in it, unchecked.
+        others: keep all other keys, unchecked.
     """
     needed = [name for name, field in known.items() if field.required]
 
@@ -119,7 +119,7 @@ def of(kind: Any, holes: bool = False) -> Check:
 
 
 def mapping(check: Check) -> Check:
-    """An object with any keys, whose entries are such values."""
+    """An object with any keys whose values pass `check`."""
     return functools.partial(_mapping, check)
 
 
@@ -132,7 +132,7 @@ def number(value: Any) -> float:
 
 
 def number_or_hole(value: Any) -> float | None:
-    """A number; None for null and for what is not finite."""
+    """A number; None for null and for numbers that are not finite."""
     if type(value) is float:  # nearly always
         return value if math.isfinite(value) else None
     if value is None:
@@ -147,7 +147,7 @@ def number_or_hole(value: Any) -> float | None:
 
 
 def whole(value: Any) -> int:
-    """A whole number, also one that another program has written as 3.0."""
+    """A whole number, including one that another program wrote as 3.0."""
     known = isinstance(value, numbers.Integral) or (isinstance(value, float) and value.is_integer())
     if isinstance(value, bool) or not known or abs(int(value)) > _LARGEST:
         raise MismatchError("a whole number", value)
@@ -163,7 +163,7 @@ def count(value: Any) -> int:
 
 
 def text(value: Any) -> str:
-    """Text that can be written: JSON also has halves of characters."""
+    """Text that can be encoded: JSON also allows lone surrogates."""
     if not isinstance(value, str):
         raise MismatchError("text", value)
     return value if value.isascii() else value.encode("utf-8", "replace").decode()

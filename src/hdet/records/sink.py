@@ -1,4 +1,4 @@
-"""Which replica's sinks write: the first one of the ensemble that a record comes from."""
+"""Decides which replica's sinks write: the first one of the record's ensemble."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def writes(record: RoundRecord, replicas: Where | None) -> bool:
     """Whether the caller is the replica that writes files and talks to trackers.
 
     Args:
-        record: what is to be written. An ensemble's says which replica of it this is.
-        replicas: those that a sink was given; None for those of the ensemble.
+        record: the record to write. One from an ensemble says which replica this is.
+        replicas: the sink's `replicas` argument; None for those of the ensemble.
     """
     if replicas is None and record.replica is not None:
         return record.replica == 0

@@ -1,4 +1,4 @@
-"""Text and bars on a terminal. Text that comes from a file is shown there, never obeyed."""
+"""Text and bars on a terminal. Control characters in text from files are escaped, never obeyed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
-    r"""With escapes in place of control characters, and of what the encoding does not have.
+    r"""Escape control characters and characters that the encoding lacks.
 
     >>> printable("\x1b[31mred\nblue")
     '\\x1b[31mred\nblue'
@@ -28,7 +28,7 @@ def printable(text: str, encoding: str = "utf-8") -> str:
 def tqdm_class() -> Any:
     """tqdm's bar, or None where tqdm is not installed.
 
-    Its lock becomes one of this process: tqdm's own is a semaphore that outlives a replica which is killed.
+    Replaces tqdm's lock, a semaphore that outlives a killed replica, with one of this process.
     """
     try:
         tqdm = importlib.import_module("tqdm").tqdm

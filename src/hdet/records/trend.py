@@ -1,4 +1,4 @@
-"""Whether a run learns: its losses now against those it began with. Pure, as controllers are: floats on the host."""
+"""Whether a run learns: compares current losses with the first. Pure, as controllers are: floats on the host."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 _SURE = 3.0  # standard errors
-_PAID_BACK = 1 / 10  # of a rise, at least, must a run have fallen by to count as one that learns
+_PAID_BACK = 1 / 10  # after a rise, a run counts as learning only once it has fallen by this part of the rise
 _MOST_NOISE = 1 / 12  # of the first loss, each error: a fall by 36 % always counts
 _TOO_NOISY = 1 / 10  # of the first loss
 _LOST = 0.9  # of what was gained
-_EXPLODED = 10.0  # times the usual loss on top of the first are no noise, whatever the noise is
-_CLEARLY_MORE = 2.0  # the same where the noise is not known
-_ROUNDING = 1e-6  # of the first loss, at least, is noise: single precision
+_EXPLODED = 10.0  # a rise by this many times the usual loss is never noise
+_CLEARLY_MORE = 2.0  # the same if the noise is unknown
+_ROUNDING = 1e-6  # least noise, relative to the first loss: single precision
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 32
-_LOOKED_AT = 10  # rounds, or those of the level and two if that is more, that the noise is known from
-_LEAST_BENDS = 4  # second differences that the noise is known from
+_LOOKED_AT = 10  # rounds that the noise is estimated from, or two more than the level has if that is more
+_LEAST_BENDS = 4  # second differences needed to estimate the noise
 _WINDOW, _AFTER = 100, 1000  # steps, in runs of unknown length
 
 
 class Trend(NamedTuple):
-    """What became of the losses since the start; the fields of `hdet.records.RoundRecord` with these names."""
+    """How the losses changed since the start; the fields of the same names in `hdet.records.RoundRecord`."""
 
     trend: str = ""
     first_loss: float | None = None
@@ -32,39 +32,38 @@ class Trend(NamedTuple):
 
     @property
     def shows_nothing(self) -> bool:
-        """Whether the losses are no lower now than at the start, be it too early or too noisy to say what is wrong."""
+        """Whether the losses are no lower than at the start, even if it is too early or too noisy to say why."""
         return self.level is not None and self.first_loss is not None and self.level >= self.first_loss
 
 
 class Descent:
-    """Follows the mean losses of the rounds: the same on every replica, or this one's where nothing is gathered.
+    """Follows the mean losses of the rounds, over all replicas, or this one's if nothing is gathered.
 
-    The start is the loss of the run's first step, which is that of the weights that it began with: with a rate that is
-    too high a few steps later it is something else. The level is the median of the last tenth of the run (at least one
-    round, at most half of them and 32), so one odd round does not count. With s the standard error of a round of T
-    steps, from the second differences of the rounds, and k rounds in the level::
+    The start is the loss of the run's first step, that of the initial weights: if the rate is too high, the loss is
+    another one a few steps later. The level is the median of the last tenth of the run (at least one round, at most
+    half of them and 32), so one odd round does not count. With s the standard error of a round of T steps, estimated
+    from second differences between rounds, and k rounds in the level::
 
         level < start - 3 e,   e^2 = T s^2 + 1.6 s^2 / k                    "falls"
         else: some level was as low, and 9/10 of what it gained are lost   "back", if less "falls"
               some level was as much above the start                       "risen"
               neither                                                      "flat"
 
-    or nothing, where 3 e is more than a tenth of the start, as a first step that noisy cannot tell, and where losses
-    are not above 0, as a policy's or a likelihood's: there is no telling how much a share of them is.
+    The trend stays empty if 3 e is more than a tenth of the start, because the first step is too noisy, and if losses
+    are not positive, as for policies or likelihoods, because fractions of them mean nothing.
 
-    After a rise so clear a fall must be as large as a tenth of it, or of the start if that is less: a net that has died
-    gives out a constant, whose loss is often a little lower than that of the first weights.
+    After so clear a rise, a fall counts only if it is at least a tenth of the rise, or of the start if that is less: a
+    dead network outputs a constant, whose loss is often slightly below that of the initial weights.
 
-    On the way down each part of e counts for at most 1/12 of the start, but in full for "back"; on the way up 3 e
-    counts for at most 10 times the start, or the lowest level if that is more. Nothing is said before half of the run
-    is over, or a quarter if that is 1,000 steps or more: a warm-up is over by then, and much of what a lost run would
-    cost can still be saved.
+    Downwards each part of e is limited to 1/12 of the start, but not for "back"; upwards 3 e is limited to 10 times the
+    start, or to the lowest level if that is more. The trend stays empty until half of the run is over, or a quarter if
+    that is 1,000 steps or more: by then a warm-up has ended, and stopping a lost run still saves much of its cost.
 
     Args:
         total_steps: optimizer steps of the whole run, if known.
 
     Attributes:
-        said: whether it was told that the losses have not fallen.
+        said: whether the user was warned that the losses have not fallen.
     """
 
     def __init__(self, total_steps: int | None) -> None:
@@ -74,7 +73,7 @@ class Descent:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, without a start: nothing is said unless `update` is given one."""
+        """Start over: the trend stays empty until `update` receives a first loss."""
         self._first: float | None = None
         self._recent: list[float] = []
         self._rounds = 0
@@ -83,8 +82,8 @@ class Descent:
         self.said = False
 
     def update(self, loss: float, steps: int, first: float | None) -> None:
-        """Take in a round of `steps` steps with this mean loss; `first` is that of the run's first step, if it was in
-        this round. What is not finite is left out.
+        """Add a round of `steps` steps with this mean loss, and `first`, the loss of the run's first step, if that was
+        in this round. Losses that are not finite are left out.
         """
         if first is not None and math.isfinite(first):
             self._first = first
@@ -101,11 +100,11 @@ class Descent:
             self._lowest = level if self._lowest is None else min(level, self._lowest)
 
     def go_back(self) -> None:
-        """The weights are those of an earlier round: its level is not known."""
+        """Note a return to the weights of an earlier round, whose level is unknown."""
         self._recent = []
 
     def trend(self, step: int, last: bool = False) -> Trend:
-        """What can be said at this step, which may be the run's last."""
+        """The trend at this step; `last` says whether it is the run's last."""
         first, lowest, highest = self._first, self._lowest, self._highest
         if first is None or not self._recent or lowest is None or highest is None:
             return Trend()
@@ -129,11 +128,11 @@ class Descent:
         return "" if below > _TOO_NOISY * first and self._level < first else "flat"
 
     def state_dict(self) -> dict[str, Any]:
-        """What cannot be recomputed: plain numbers."""
+        """All that cannot be recomputed, as plain numbers."""
         return {name: getattr(self, f"_{name}", None) for name in _SAVED} | {"said": self.said}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from `state_dict()`; without one nothing is known of the start."""
+        """Resume from `state_dict()`; with None the start stays unknown."""
         self.reset()
         if state is None:
             return
@@ -143,7 +142,7 @@ class Descent:
         self._recent, self.said = list(self._recent), bool(state["said"])
 
     def _margins(self, first: float) -> tuple[float, float, float]:
-        """How far from the start is no noise: below it, where that is an accusation too, and above it."""
+        """The distances from the start that exceed noise: below it, below it for "back", and above it."""
         size, noise = abs(first), _noise(self._recent[-max(_LOOKED_AT, self._taken + 2) :])
         errors = (noise * math.sqrt(self._steps), 1.25 * noise / math.sqrt(self._taken))
         sure, known = _SURE * math.hypot(*errors), noise < math.inf
@@ -158,7 +157,7 @@ _SAVED = ("first", "recent", "rounds", "lowest", "highest", "level", "steps", "t
 
 
 def words(told: Trend) -> str:
-    """What is wrong with a trend, and what to do; empty if nothing is.
+    """The problem that a trend shows and what to do about it; empty if there is none.
 
     >>> words(Trend("back", 2.31, 2.3, 0.5, 2.4))[:79]
     'the losses are back where they began (2.31 at the start, 0.5 at best, 2.3 now):'
@@ -168,14 +167,14 @@ def words(told: Trend) -> str:
     if told.trend == "back":
         return (
             f"the losses are back where they began ({first} at the start, {lowest} at best, {level} now): if the "
-            "data are still the same, begin at a tenth of the learning rate, or write safety=hdet.Safety(rollback=True)"
+            "data are still the same, start at a tenth of the learning rate, or write safety=hdet.Safety(rollback=True)"
         )
     if told.trend == "risen":
         fallen = "hardly fallen" if lower else "not fallen"
         between = "" if level == highest else f", {highest} in between"
         return (
             f"the losses have {fallen} since the start ({first} then, {level} now{between}): unless they are "
-            "meant to rise, the learning rate is likely too high; run hdet.find_lr, or begin at a tenth of it"
+            "meant to rise, the learning rate is likely too high; run hdet.find_lr, or start at a tenth of it"
         )
     if told.trend == "flat":
         noisy = " by more than their noise" if lower else ""

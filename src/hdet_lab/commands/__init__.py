@@ -1,1 +1,1 @@
-"""What each command of `hdet` does with its arguments, by group; `cli.py` puts them together."""
+"""The commands of `hdet`, by group; `cli.py` assembles them."""

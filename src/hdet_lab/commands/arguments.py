@@ -1,4 +1,4 @@
-"""The command line's arguments: the parser, and the flags that the options of a run become."""
+"""The command line's arguments: the parser, and the flags for the options of a run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hdet_lab.options import RunOptions
 
 RUN_OPTIONS = tuple(options_of(RunOptions))
 TASK_OPTIONS = tuple(name for name, about in options_of(RunOptions).items() if about.group == "task")
-"""Those of commands that choose the controller themselves."""
+"""Options for commands that choose the controller themselves."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises OptionError in place of ending the process."""
+    """A parser that raises OptionError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise OptionError(f"{message}; see {self.prog} --help")
@@ -27,14 +27,14 @@ class Parser(argparse.ArgumentParser):
 def add_command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], str], text: str, *, is_new: bool = True
 ) -> argparse.ArgumentParser:
-    """A subcommand that trains; `command` of its parsed arguments is `run`.
+    """Add a subcommand that trains; its parsed arguments hold `run` as `command`.
 
     Args:
-        commands: where to add it.
+        commands: the subparsers to add it to.
         name: what the user types.
-        run: what it does; the text that it prints at the end.
-        text: what it does, for `--help`.
-        is_new: False for one that goes on in the folder of a run.
+        run: runs the command and returns the text to print at the end.
+        text: the description for `--help`.
+        is_new: False if it continues a run in its folder.
     """
     command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     command.set_defaults(command=run)
@@ -53,13 +53,13 @@ def add_options(
     defaults: Mapping[str, Any] | None = None,
     helps: Mapping[str, str] | None = None,
 ) -> None:
-    """The flags of these options of a run. Those that are not given are not in the parsed arguments.
+    """Add flags for options of a run. Flags that are not given are absent from the parsed arguments.
 
     Args:
-        parser: where to add them.
-        names: which ones.
-        defaults: of this command, where they differ from those of `RunOptions`.
-        helps: of this command, where they differ.
+        parser: the parser to add them to.
+        names: the options.
+        defaults: this command's defaults where they differ from `RunOptions`.
+        helps: this command's help lines where they differ.
     """
     kinds = get_type_hints(RunOptions)
     own = {field.name: field.default for field in dataclasses.fields(RunOptions)}
@@ -85,14 +85,14 @@ def options_from(arguments: argparse.Namespace, names: tuple[str, ...] = RUN_OPT
 
 
 def _told(default: object) -> str:
-    """The default as the help tells of it; nothing for one that says nothing."""
+    """The default for the help; empty if it is not informative."""
     if default is None or default is False or default == "":
         return ""
     return f" (default: {'yes' if default is True else default})"
 
 
 def _reading(kind: Any, default: object, metavar: str | None) -> dict[str, Any]:
-    """How a value of this type is read from the command line, as arguments of `add_argument`."""
+    """The arguments of `add_argument` that read a value of this type."""
     parts = get_args(kind) or (kind,)
     if bool in parts:
         return {"action": "store_true" if default is False else argparse.BooleanOptionalAction}
@@ -113,7 +113,7 @@ def _whole_or(word: str) -> Callable[[str], int | str]:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Whole numbers, with commas in between.
+    """Whole numbers separated by commas.
 
     Raises:
         argparse.ArgumentTypeError: for anything else.
@@ -125,5 +125,5 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Words, with commas in between."""
+    """Words separated by commas."""
     return tuple(text.split(","))

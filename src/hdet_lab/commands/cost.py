@@ -1,4 +1,4 @@
-"""The command `hdet plan`: its options, and what they become. The model behind it is in `cost.py`."""
+"""The command `hdet plan` and its options. The model behind it is in `cost.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NEEDED = ("params", "replicas", "bandwidth", "step_time")
 
 def add_commands(commands: Any) -> None:
     """Add it to a parser's subcommands."""
-    text = "what a run will cost in time, traffic and memory; or with --measure, how good that model is here"
+    text = "predict a run's cost in time, traffic and memory; or with --measure, check the prediction here"
     command: argparse.ArgumentParser = commands.add_parser("plan", help=text, description=text)
     command.set_defaults(command=_plan)
     add = command.add_argument
@@ -25,7 +25,7 @@ def add_commands(commands: Any) -> None:
     add("--bandwidth", metavar="RATE", help="of one rank's link, in each direction: 400Gb/s (bits), 50GB/s (bytes)")
     add("--step-time", metavar="TIME", help="of a training step without hdet: 1.2, 350ms")
     add("--interval", type=int, default=1000, help="steps of a round (default: 1000)")
-    add("--overhead", metavar="PART", help="also tell the smallest interval that costs no more than this: 1%%")
+    add("--overhead", metavar="PART", help="also show the smallest interval that costs no more than this: 1%%")
     add("--shard", type=int, default=1, help="ranks that share one replica's model (default: 1)")
     add("--gradients", choices=("shared", "local"), default="shared", help="default: shared")
     add(
@@ -39,8 +39,8 @@ def add_commands(commands: Any) -> None:
     add("--rollback", action="store_true", help="with a snapshot to go back to")
     add("--probe", type=float, default=0.0, metavar="BATCHES", help="global batches of a probe (default: none)")
     add("--latency", metavar="TIME", default="10us", help="of one hop between ranks (default: 10us, an assumption)")
-    add("--copying", metavar="RATE", help="into buckets and out of them (default: takes no time)")
-    add("--fixed", metavar="TIME", help="of each converge, whatever its size (default: none)")
+    add("--copying", metavar="RATE", help="speed of copies into and out of buckets (default: no time)")
+    add("--fixed", metavar="TIME", help="time per converge, whatever its size (default: none)")
     add("--measure", action="store_true", help="time real converges on this machine over gloo, and fit the model")
     add("--sizes", default="2,4,8", metavar="N,N", help="replicas to measure with (default: 2,4,8)")
 

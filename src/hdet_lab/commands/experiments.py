@@ -1,4 +1,4 @@
-"""The commands of many runs: sweep, returns and ablate. Called again, each goes on with the runs that are missing."""
+"""The commands of many runs: sweep, returns and ablate. Called again, each continues with the missing runs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _add_seeds(command: argparse.ArgumentParser, default: int, of: str) -> None:
 def _options_and_seeds(arguments: argparse.Namespace, options: RunOptions) -> tuple[RunOptions, list[int]]:
     if options.checkpoint_every:
         raise OptionError(
-            "--checkpoint-every is for `hdet train`; called again, this goes on with the runs that are missing"
+            "--checkpoint-every is for `hdet train`; called again, this command continues with the missing runs"
         )
     if arguments.seeds < 1:
         raise OptionError(f"seeds must be at least 1, got {arguments.seeds}")

@@ -46,7 +46,7 @@ def add_commands(commands: Any) -> None:
 
     add_options(add_command(commands, "train", _train, "one run"), defaults=_TRAIN)
 
-    text = "go on with a run that was stopped, from its last checkpoint"
+    text = "resume a stopped run from its last checkpoint"
     command = add_command(commands, "resume", _resume, text, is_new=False)
     command.add_argument("--replicas", type=int, help="default: as many as before")
 
@@ -55,10 +55,10 @@ def add_commands(commands: Any) -> None:
 
 
 def worker_job(argv: Sequence[str] | None, replicas: int) -> Job:
-    """What one of torchrun's processes has to do, from the arguments of `hdet train`.
+    """The job of one of torchrun's processes, from the arguments of `hdet train`.
 
     Raises:
-        LabError: for arguments or a folder that cannot work.
+        LabError: for invalid arguments or an unusable folder.
     """
     parser = Parser(prog="hdet_lab.train", description="One replica of `hdet train`, to be started by torchrun.")
     add_options(parser, defaults={**_TRAIN, "replicas": replicas})

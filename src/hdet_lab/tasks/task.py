@@ -1,4 +1,4 @@
-"""What a task is: data with a held-out part, a model, a loss and an optimizer, all fixed by a size and a seed."""
+"""A task: data with a held-out part, a model, a loss and an optimizer, all determined by a size and a seed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MissingDataError(RuntimeError):
 
 
 class Preset(NamedTuple):
-    """What a size means for one task."""
+    """The meaning of a size for one task."""
 
     steps: int
     global_batch: int
@@ -46,9 +46,9 @@ class Task(abc.ABC):
     Args:
         size: "smoke" runs for seconds, "standard" for about a minute, "long" for some minutes (four replicas
             on two cores).
-        seed: what the weights and the batches are drawn from. The held-out data do not depend on it.
-        data: a file to use in place of the task's own data, where the task can.
-        steps: optimizer steps of a run, if not those of the size.
+        seed: seed for the weights and the batches. The held-out data do not depend on it.
+        data: a file to use instead of the task's own data, if the task supports that.
+        steps: optimizer steps of a run; by default those of the size.
         dropout: the probability of the model's dropout layers; 0 for a model without any.
         label_smoothing: of the training loss.
 
@@ -61,7 +61,7 @@ class Task(abc.ABC):
     presets: ClassVar[dict[Size, Preset]]
     weight_decay: ClassVar[dict[OptimizerKind, float]] = {"adamw": 0.05, "sgd": 1e-4}
     marginal_loss: float
-    """Held-out loss of predicting nothing but how frequent each training label is."""
+    """Held-out loss of always predicting the frequencies of the training labels."""
 
     def __init__(
         self,
@@ -137,8 +137,8 @@ class Task(abc.ABC):
 
         Args:
             model: the model, bare or wrapped; its modes are left as they were.
-            unseen: only the half of the held-out samples that no probe draws from. That is the honest loss of a run
-                with a held-out probe, and what a run without one has to be compared with it by.
+            unseen: use only the half of the held-out samples that no probe draws from. This is the honest loss of a run
+                with a held-out probe, and the one to compare other runs with.
         """
         model = bare(model)  # DDP's forward would broadcast the buffers
         modes = [(module, module.training) for module in model.modules()]
@@ -172,15 +172,15 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def _measure(self, model: nn.Module, part: slice) -> dict[str, float]:
-        """What `evaluate` returns, of a model in evaluation mode, on this part of the held-out samples."""
+        """The result of `evaluate` for a model in evaluation mode, on this part of the held-out samples."""
 
     def _generator(self, step: int) -> torch.Generator:
-        """What global batch `step` is drawn from."""
+        """The generator for global batch `step`."""
         return torch.Generator().manual_seed((self.seed * _SEED_STRIDE + step) % 2**32)
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The task's own model, without what shares its gradients."""
+    """The task's own model, without wrappers that share its gradients."""
     wrapped = isinstance(model, DistributedDataParallel) or getattr(model, "shares_gradients", False)
     return model.get_submodule("module") if wrapped else model
 
@@ -199,7 +199,7 @@ def load_package(task: str, module: str) -> Any:
 
 @contextlib.contextmanager
 def readable(path: str) -> Iterator[None]:
-    """A user's file that cannot be read within it is a ValueError that names the file."""
+    """Turn errors from reading a user's file within this context into a ValueError that names the file."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -209,7 +209,7 @@ def readable(path: str) -> Iterator[None]:
 
 
 def to_device_of(model: nn.Module, batch: Batch) -> Batch:
-    """The batch, where the model is."""
+    """The batch on the model's device."""
     device = next(model.parameters()).device
     return tuple(tensor.to(device) for tensor in batch)
 

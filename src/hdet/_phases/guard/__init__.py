@@ -1,1 +1,1 @@
-"""What is not finite is left out: gradients, and replicas."""
+"""The guard: leaves out gradients and replicas that are not finite."""

@@ -1,6 +1,6 @@
-"""Which replicas count at the end of a round: those that are there and finite. The others are given the consensus.
+"""Which replicas count at the end of a round: those present and finite. The others receive the consensus.
 
-Each replica says how it is in the one small vector that all gather anyway; from then on all know.
+Each replica adds its condition to the one small vector that all gather anyway.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from hdet._tensors.finite import flags, looked_at
 
 
 class Condition(NamedTuple):
-    """How one replica is, in the numbers that it tells the others.
+    """One replica's condition, as numbers to send.
 
     Attributes:
-        well: whether all of it that the guard looks at is finite.
-        skipped: steps whose gradient was not finite.
-        layout: of its optimizer state.
-        odd: which of `looked_at()` is the first that is not finite; -1 for none.
-        spoiled: which of the statistics is the first that was finite at the round's start and is not now; -1 for none.
-        several: how many of them.
-        left: how many of these have no finite value to go back to.
+        well: whether everything that the guard watches is finite.
+        skipped: steps with a gradient that was not finite.
+        layout: layout of its optimizer state.
+        odd: index in `looked_at()` of the first tensor that is not finite; -1 for none.
+        spoiled: index of the first statistic that was finite at the round's start and is not now; -1 for none.
+        several: number of such statistics.
+        left: number of these without a finite value to restore.
     """
 
     well: float
@@ -48,14 +48,14 @@ def condition(
     skipped: Tensor | int,
     device: torch.device,
 ) -> Tensor:
-    """How this replica is: a `Condition` on `device`, without a host read.
+    """This replica's `Condition` on `device`, without a host read.
 
     Args:
-        tensors: what is looked at, optimizer state included.
+        tensors: the tensors to check, optimizer state included.
         state: all optimizer state.
         spoiled: its statistics; see `Statistics.spoiled`.
-        skipped: steps whose gradient was not finite.
-        device: where the numbers go.
+        skipped: steps with a gradient that was not finite.
+        device: device of the result.
     """
     vector = torch.tensor(Condition(1.0, 0.0, layout(state)), dtype=torch.float64, device=device)
     fine = flags(tensors, device)
@@ -67,19 +67,19 @@ def condition(
 
 
 def first(odd: Tensor) -> Tensor:
-    """The number of the first that holds; -1 if none does. No host read."""
+    """The index of the first true entry; -1 if there is none. No host read."""
     if not odd.numel():
         return torch.tensor(-1, device=odd.device)
     return torch.where(odd.any(), odd.to(torch.int32).argmax(), -1)
 
 
 class Spoiled(NamedTuple):
-    """Which of the statistics are spoiled.
+    """The spoiled statistics.
 
     Attributes:
-        number: of the first one among `looked_at()`; -1 for none.
-        several: how many.
-        left: how many of these have no finite value to go back to.
+        number: index of the first one in `looked_at()`; -1 for none.
+        several: number of spoiled statistics.
+        left: number of these without a finite value to restore.
     """
 
     number: int
@@ -92,14 +92,14 @@ Moment = Literal["round", "loaded", "late"]
 
 
 class Statistics:
-    """What can be spoiled without a loss that shows it, such as a model's floating-point buffers.
+    """Tensors that can be spoiled without showing in the loss, such as a model's floating-point buffers.
 
-    A batch of NaN makes BatchNorm's statistics NaN although the step is skipped, and DDP gives the first replica's to
-    all: weights that are finite are not to be given up for that. What was not finite before the round, such as a mask
-    of minus infinity, is as it is meant to be.
+    A batch of NaN makes BatchNorm's statistics NaN even if the step is skipped, and DDP copies the first replica's to
+    all. Finite weights should not be lost for that. Values that were not finite before the round, such as a mask of
+    minus infinity, are taken as intended.
 
     Args:
-        mends: keep a copy of them, so that they can be put back.
+        mends: keep a copy to restore spoiled statistics from.
     """
 
     def __init__(self, mends: bool) -> None:
@@ -111,12 +111,12 @@ class Statistics:
 
     @torch.no_grad()
     def keep(self, tensors: Sequence[Tensor], moment: Moment = "round") -> None:
-        """Remember how they are.
+        """Remember the current values.
 
         Args:
             tensors: the statistics.
-            moment: at the start of a "round"; when they were "loaded", and those that were finite before may be
-                spoiled; or "late", after a first forward pass, which may have spoiled them.
+            moment: "round" at the start of one; "loaded" after loading, which may have spoiled finite ones; or "late",
+                after a first forward pass, which may have spoiled them.
         """
         found, known = looked_at(tensors), self._fine is not None and self._fits(tensors)
         fine = flags(tensors, tensors[0].device) if tensors else None
@@ -131,7 +131,7 @@ class Statistics:
 
     @torch.no_grad()
     def mend(self, tensors: Sequence[Tensor]) -> Spoiled:
-        """Put back those that are spoiled and of which there is a finite copy. Read from the device."""
+        """Restore spoiled statistics that have a finite copy. Reads from the device."""
         odd = self._odd(tensors)
         if odd is None or self._good is None:
             return NOT_SPOILED
@@ -142,18 +142,18 @@ class Statistics:
         for number in numbers:
             if good[number]:
                 found[number].copy_(self._copies[number])
-        self._fine = self._good  # what has no finite value is told once
+        self._fine = self._good  # report those without a finite copy once
         return Spoiled(numbers[0], len(numbers), sum(not good[number] for number in numbers))
 
     def spoiled(self, tensors: Sequence[Tensor]) -> Tensor:
-        """A `Spoiled` of those that were finite and are not now. No host read."""
+        """A `Spoiled` for statistics that were finite and no longer are. No host read."""
         odd = self._odd(tensors)
         if odd is None:
             return torch.tensor(NOT_SPOILED)
         return torch.stack([first(odd), odd.sum(), torch.zeros_like(odd.sum())])
 
     def _odd(self, tensors: Sequence[Tensor]) -> Tensor | None:
-        """Which of `looked_at()` were finite and are not now; None if it is not known how they were."""
+        """Which of `looked_at()` were finite and no longer are; None if their earlier values are unknown."""
         if self._fine is None or not self._fits(tensors):
             self.forget()
             return None
@@ -164,15 +164,15 @@ class Statistics:
 
     @property
     def kept(self) -> bool:
-        """Whether it is known how they were."""
+        """Whether earlier values are known."""
         return self._fine is not None
 
     def forget(self) -> None:
-        """They are others now, or are spoiled for good."""
+        """Forget the values: the statistics were replaced, or are spoiled for good."""
         self._fine = None
 
     def were_finite(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Those that were finite at the start of the round. Read from the device."""
+        """The statistics that were finite at the start of the round. Reads from the device."""
         if self._fine is None or not self._fits(tensors):
             return list(tensors)
         return [t for t, fine in zip(looked_at(tensors), self._fine.tolist(), strict=True) if fine]
@@ -183,16 +183,16 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Census:
-    """How the replicas are, the same on every replica.
+    """The condition of all replicas, the same on every replica.
 
     Attributes:
-        healthy: those that are averaged and judged.
-        sick: those that are not finite somewhere.
-        ended: those whose data have ended.
-        skipped: by replica, the steps whose gradient was not finite.
-        same_state: their optimizers hold the same kinds of state.
-        odd: by sick replica, which of what is looked at is the first that is not finite; -1 if its score alone is not.
-        spoiled: by replica, which of the statistics were spoiled in this round.
+        healthy: replicas that are averaged and judged.
+        sick: replicas with anything not finite.
+        ended: replicas whose data have ended.
+        skipped: by replica, the steps with a gradient that was not finite.
+        same_state: whether their optimizers hold the same kinds of state.
+        odd: by sick replica, index of the first checked tensor that is not finite; -1 if only its score is not.
+        spoiled: by replica, the statistics spoiled in this round.
     """
 
     healthy: tuple[int, ...]
@@ -210,16 +210,16 @@ class Census:
 
     @property
     def all_ended(self) -> bool:
-        """Whether there is nobody left who trains."""
+        """Whether no replica trains any more."""
         return not self.healthy and not self.sick
 
     @property
     def lost(self) -> bool:
-        """Whether somebody trains and nobody is healthy."""
+        """Whether replicas train and none is healthy."""
         return bool(self.sick) and not self.healthy
 
     def losses(self, scores: Sequence[float], given: bool, guarded: bool) -> Sequence[float]:
-        """What an alarm is to judge the round by; nothing if nobody trained, or no loss was `given`."""
+        """The losses for the alarm to judge the round by; empty if no replica trained or no loss was `given`."""
         if self.all_ended or not (given or self.lost):
             return ()
         if self.lost:
@@ -228,14 +228,14 @@ class Census:
         return [s for s in scores if math.isfinite(s) or not left_out] or (math.nan,)
 
     def stuck(self, steps: int) -> str:
-        """Why none of the round's steps was taken by anybody; empty if one was."""
+        """Why no replica took any of the round's steps; empty if one did."""
         if not steps or not self.skipped or min(self.skipped) < steps:
             return ""
         because = f"; {who(self.sick)} had a loss or weights that are not finite" if self.sick else ""
         return f"every step of the round was skipped ({steps} in all), as the gradient was not finite{because}"
 
     def shown(self, scores: Sequence[float]) -> tuple[float, ...]:
-        """What the controller is shown: no score of those that do not count."""
+        """The scores for the controller, without those of replicas that do not count."""
         if self.all_well:
             return tuple(scores)
         return tuple(score if rank in self.healthy else math.nan for rank, score in enumerate(scores))
@@ -255,16 +255,16 @@ class Census:
 def take_census(
     table: Sequence[Sequence[float]], ended: Sequence[int], scores: Sequence[float], by_scores: bool
 ) -> Census:
-    """What all replicas have told.
+    """Derive the census from all replicas' conditions.
 
-    Statistics that cannot be put back and, `by_scores`, a score that is not finite are symptoms too, unless that would
-    leave nobody.
+    A replica is also sick if it has statistics that cannot be restored or, with `by_scores`, a score that is not
+    finite, unless that would leave no healthy replica.
 
     Args:
-        table: a `Condition` of each.
-        ended: those whose data have ended.
-        scores: their mean losses.
-        by_scores: whether these say how they are.
+        table: a `Condition` of each replica.
+        ended: replicas whose data have ended.
+        scores: mean loss of each replica.
+        by_scores: whether scores count as symptoms.
     """
     rows = [Condition(*row) for row in table]
     sick = {rank for rank, row in enumerate(rows) if not row.well} - set(ended)
@@ -290,13 +290,13 @@ def take_census(
 
 
 def restore_state(census: Census, state: Sequence[Tensor], replicas: Replicas, own: bool = False) -> None:
-    """Give all the optimizer state of a replica that counts, where others do not. Collective.
+    """If some replicas do not count, copy the optimizer state of one that does. Collective.
 
     Args:
-        census: who counts.
-        state: this replica's.
-        replicas: all of them.
-        own: each keeps its own: only those that do not count are given another's.
+        census: says which replicas count.
+        state: this replica's state.
+        replicas: all replicas.
+        own: replicas keep their own state, so only those that do not count get a copy.
     """
     if census.healthy and census.same_state and state:
         copy_from(census.healthy[0], state, replicas, take=not own or replicas.rank not in census.healthy)

@@ -1,7 +1,7 @@
 """The gradient guard: a step whose gradient is not finite changes nothing, on any replica.
 
-With shared gradients one replica's NaN reaches all of them within the step. Each sees the same reduced gradient, so
-each can decide alone: nothing is sent.
+With shared gradients one replica's NaN reaches all of them within the step. Each sees the same reduced gradient and
+decides alone, so nothing is sent.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _LOOK_EVERY = 16  # checks, where the streak is on a device
 
 
 class GradientGuard:
-    """Watches the gradients of optimizers, right before each step.
+    """Checks the gradients of optimizers right before each step.
 
-    Fused optimizers are told on the device, through `found_inf`, as GradScaler does: nothing is read back. The others
-    find no gradients, which takes one read from the device at each step.
+    For fused optimizers it sets `found_inf` on the device, as GradScaler does, without reading back. From the others it
+    hides the gradients, which takes one read from the device per step.
 
     Args:
-        optimizers: whose steps are guarded. Momentum goes on in none of them: a skipped step is no step.
+        optimizers: the optimizers to guard. A skipped step leaves their momentum unchanged.
 
     Attributes:
         skipped: steps that were skipped since `reset()`, a number or a tensor on the device.
@@ -38,8 +38,8 @@ class GradientGuard:
         self.skipped: Tensor | int = 0
         self._streak: Tensor | int = 0
         self._checks = 0
-        self._bad: Tensor | int | None = None  # whether the step under way, of one optimizer or several, is skipped
-        self._within: dict[int, Tensor | None] = {}  # the optimizers that are stepping, and their own `found_inf`
+        self._bad: Tensor | int | None = None  # whether to skip the current step, of one optimizer or several
+        self._within: dict[int, Tensor | None] = {}  # the optimizers now stepping, and their own `found_inf`
         self._optimizers = tuple(optimizers)
         self._hooks = Hooks(self)
         for optimizer in optimizers:
@@ -51,7 +51,7 @@ class GradientGuard:
         self._bad = None
 
     def count(self) -> None:
-        """After a step: count it once, however many optimizers took part, and forget steps that have raised."""
+        """After a step: count it once, however many optimizers took part, and forget steps that raised."""
         for optimizer in [o for o in self._optimizers if id(o) in self._within]:
             self._leave(optimizer)
         if self._bad is not None:
@@ -62,9 +62,9 @@ class GradientGuard:
 
     @property
     def stuck(self) -> bool:
-        """Whether the last few steps were all skipped: waiting longer will not help. Read from a device now and then.
+        """Whether the last few steps were all skipped, so that waiting is useless. Reads a device now and then.
 
-        With shared gradients the same on every replica, at the same step.
+        With shared gradients the answer is the same on every replica, at the same step.
         """
         if isinstance(self._streak, Tensor) and self._checks % _LOOK_EVERY:
             return False
@@ -120,7 +120,7 @@ class GradientGuard:
             self._note(0)
 
     def _note(self, bad: Tensor | int) -> None:
-        """One optimizer's verdict, 0 or 1; a step is skipped if any of them says so."""
+        """Note one optimizer's verdict, 0 or 1; a step is skipped if any verdict is 1."""
         if isinstance(bad, Tensor) and isinstance(self._bad, Tensor):
             bad = bad.to(self._bad.device)
         self._bad = bad if self._bad is None else self._bad + bad - self._bad * bad

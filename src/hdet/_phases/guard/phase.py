@@ -1,4 +1,4 @@
-"""The guard: who counts at the end of a round. What is not finite is left out, put back, or ends the run."""
+"""The guard: leaves out or restores what is not finite at the end of a round, or ends the run."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _MOST_HOPELESS = 3
 
 
 class Guard(Phase):
-    """Leaves steps and replicas out that are not finite if `guard` was given, and gives up where nothing is left.
+    """With `guard`, leaves out steps and replicas that are not finite, and gives up if nothing finite is left.
 
-    Without it statistics that are not finite are reported, and a run of which nothing is finite ends with an error.
+    Without `guard`, reports statistics that are not finite and ends a run in which nothing is finite with an error.
     """
 
     name = "guard"
@@ -54,13 +54,13 @@ class Guard(Phase):
         self._gradients.count()
 
     def ends_round(self) -> bool:
-        """One sick replica keeps all from training: they do not wait for the round's end."""
+        """End the round at once if one sick replica keeps all from training."""
         if not self._guarded or self._run.settings.local or self._run.data is not Data.EVEN:
             return False
         return self._gradients.stuck
 
     def dealt(self, first: bool) -> None:
-        self._keep("late" if first else "round")  # before the first step a forward pass may be behind
+        self._keep("late" if first else "round")  # a forward pass may precede the first step
 
     def resumed(self) -> None:
         self.weights_loaded()
@@ -76,7 +76,7 @@ class Guard(Phase):
     # When it ends
 
     def prepare(self, rnd: Round) -> None:
-        """Put statistics back that are not finite any more."""
+        """Restore statistics that are no longer finite."""
         if self._guarded:
             found = self._statistics.mend(self._tensors.statistics())
             self._mended = found if found.several else self._mended
@@ -119,7 +119,7 @@ class Guard(Phase):
     # What is looked at
 
     def _keep(self, moment: Moment) -> None:
-        """Remember the statistics that a round begins with. Without the guard: which of them were finite once."""
+        """Remember the statistics at a round's start; without the guard, only which of them were ever finite."""
         self._mended, self._since = NOT_SPOILED, "at the start of the round"
         watches = self._guarded or self._recovers or self._run.rounds.diverges
         if watches and (self._guarded or moment == "late" or not self._statistics.kept):
@@ -128,12 +128,12 @@ class Guard(Phase):
             self._followers.keep(self._tensors.followers(), moment)
 
     def _watched(self) -> list[Tensor]:
-        """What can be spoiled silently; with the guard followers are looked at with the weights."""
+        """Tensors that can be spoiled silently; with the guard, followers are checked with the weights instead."""
         followers = [] if self._guarded else self._tensors.followers()
         return [*self._tensors.statistics(), *followers]
 
     def _looked_at(self) -> list[Tensor]:
-        """What a replica that counts has finite, beside its optimizer state."""
+        """The tensors that must be finite for a replica to count, besides its optimizer state."""
         if not self._guarded:
             return []
         return [*self._tensors.learned(), *self._followers.were_finite(self._tensors.followers())]
@@ -141,7 +141,7 @@ class Guard(Phase):
     # What is told
 
     def what_is_lost(self, census: Census) -> str:
-        """What is not finite where no replica counts."""
+        """What is not finite if no replica counts."""
         weights, state = self._looked_at(), self._tensors.state()
         named = looked_at([*weights, *state])
         known = census.same_state and not self._run.replicas.sharded
@@ -159,7 +159,7 @@ class Guard(Phase):
         return "no replica's weights are finite" + (f" ({names[first]})" if names[first] else "")
 
     def _tell_spoiled(self, rnd: Round, census: Census) -> list[str]:
-        """The event of a round in which statistics were spoiled; a warning too where they are averaged."""
+        """The event of a round that spoiled statistics; also warns if they are averaged."""
         if not census.spoiled:
             return []
         where = "all replicas" if len(census.spoiled) == rnd.replicas else who(tuple(census.spoiled))
@@ -174,7 +174,7 @@ class Guard(Phase):
         return [text]
 
     def _spoiled(self, found: Spoiled, step: int, where: str = "") -> str:
-        """What was spoiled, and with the guard put back."""
+        """The statistics that were spoiled and, with the guard, restored."""
         number, several, left = found
         named = looked_at(self._watched())
         known = not self._run.replicas.sharded and 0 <= number < len(named)
@@ -191,7 +191,7 @@ class Guard(Phase):
         return f"guard: {text} and was put back to its value {self._since}, except for {left} with {none}"
 
     def _alone(self, rnd: Round) -> list[str]:
-        """The events of a round in which all replicas did the same; warnings too, as there may be no record of it."""
+        """The events of a round without fan-out; also warns, because there may be no record of it."""
         told = [self._spoiled(self._mended, rnd.step)] if self._mended.several else []
         skipped = int(self._gradients.skipped) if self._guarded else 0
         if skipped:
@@ -208,7 +208,7 @@ class Guard(Phase):
     # When nothing is left
 
     def _look_back(self, rnd: Round, census: Census) -> None:
-        """After the averaging: raise if the round has left nothing to go on with."""
+        """After the averaging: raise if the round left nothing to continue with."""
         stuck = census.stuck(rnd.steps)
         if stuck:
             self._despair(stuck)
@@ -219,7 +219,7 @@ class Guard(Phase):
             self._despair(f"the loss of every replica is {losses}", self._tensors.learned())
 
     def _despair(self, what: str, weights: Sequence[Tensor] = ()) -> None:
-        """Nothing finite was seen in this round: raise if the weights are not finite either, or at the third time."""
+        """This round had nothing finite: raise if the weights are not finite either, or the third time in a row."""
         self._hopeless += 1
         if self._hopeless >= _MOST_HOPELESS or not bool(finite(weights, torch.device("cpu"))):
             raise self._run.diverged(what)

@@ -1,1 +1,1 @@
-"""When a run has diverged, and what to go back to."""
+"""Detects that a run has diverged and returns to its best weights."""

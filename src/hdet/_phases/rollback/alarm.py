@@ -1,7 +1,7 @@
-"""When a run has diverged (`Alarm`), and how it goes back (`Keeper`). What to go back to: `snapshot.py`.
+"""Detects divergence (`Alarm`) and returns to the best weights (`Keeper`), which `snapshot.py` stores.
 
-The alarm is pure, as controllers are: float64 on the host, the same losses on every replica, so the same verdict on
-every replica, without traffic.
+The alarm is pure, as controllers are: it runs in float64 on the host with the same losses on every replica, so every
+replica reaches the same verdict without communication.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from hdet._tensors.snapshot import Snapshot
 
 Verdict = Literal["ok", "best", "alarm"]
 
-# What is gained or given back by fewer standard errors is taken for noise. With 6 of them, noise that lasts for several
-# rounds (a correlation of 1/2 between rounds of 100 steps) raised false alarms in 2-4 % of runs; with 8 in none of 300.
+# Gains and losses of fewer standard errors count as noise. With 6 of them, noise that lasts for several rounds (a
+# correlation of 1/2 between rounds of 100 steps) raised false alarms in 2-4 % of runs; with 8 in none of 300.
 _STANDS_OUT = 8.0
 _AT_FIRST = 1 / 32  # of the start, until the noise is known: 8 of them are a quarter
-_LEAST_BENDS = 4  # second differences, of six half windows in a row, that it is known from
-_FEW = 8.0  # bends may be small by chance: the noise is (1 + 8 / bends) times what they say
-_NOISE_BENDS = 30  # that it is averaged over
-_ODD = 1 / 4  # of the gain: with as much as the gain, two odd rounds within four raised alarms, with this none
-_ROUNDING = 1e-6  # of the loss, at least, is noise: single precision
+_LEAST_BENDS = 4  # second differences, of six half windows in a row, needed to estimate the noise
+_FEW = 8.0  # bends may be small by chance: multiply the noise by (1 + 8 / bends)
+_NOISE_BENDS = 30  # bends that the noise is averaged over
+_ODD = 1 / 4  # of the gain: with the full gain, two odd rounds within four raised alarms, with this none
+_ROUNDING = 1e-6  # least noise, relative to the loss: single precision
 
 _FRESH = dict.fromkeys(
     ("steps", "rounds", "loss", "sum", "weight", "level", "block_sum", "block_steps", "blocks", "last", "before"), 0.0
@@ -41,36 +41,36 @@ _KEPT = dict.fromkeys(("noise", "noise_weight", "bends", "started", "start", "be
 
 @dataclass(frozen=True)
 class Alarm:
-    """Tells when a run has given back more than half of what it had gained, or its loss is not finite.
+    """Detects that a run has lost more than half of what it had gained, or that its loss is not finite.
 
-    The mean training loss of each round goes into an exponential mean L over `window` steps, in which a round of T
-    steps weighs as T steps. From `window` steps on::
+    The mean training loss of each round enters an exponential mean L over `window` steps, in which a round of T steps
+    has the weight of T steps. From `window` steps on::
 
         start = L over the first tenth of a window     best = the lowest L     e = the noise in L
         alarm:   start - best > 8 e   and   L - best > max((start - best) / 2, 8 e)
 
-    L is taken of two rounds in a row, the higher for `best` and the lower for the alarm: one odd round is neither. Nor
-    does it stay in L: a round that is worse than the start, or than L if that is higher, by more than a quarter of the
-    gain and by more than 8 e counts for no more than that, unless the round before was as bad. (In the first window a
-    round counts for at most twice the start.) One that is far below what was seen, by the start or the gain, counts for
-    no less than that, unless the round before was as low. A loss that is not finite is an alarm at once. After an alarm
-    L begins anew, and for `window` steps there is no other but that one; start and best stay.
+    L is taken from two rounds in a row, the higher one for `best` and the lower one for the alarm, so one odd round
+    causes neither. Nor does it stay in L: if a round exceeds the start, or L if that is higher, by more than a quarter
+    of the gain and by more than 8 e, it is clipped there, unless the round before was as bad. (In the first window
+    rounds are clipped to twice the start.) A round that is lower than any before by more than the start or the gain is
+    clipped likewise, unless the round before was as low. A loss that is not finite raises the alarm at once. After an
+    alarm L starts over, and for `window` steps only a loss that is not finite raises another; start and best stay.
 
-    The start is the mean of the first steps, ten of them with the default window, and so about the loss of an untrained
-    model. A whole window would be too many: a run with a rate that is too high often learns, and is lost again, within
-    two or three, and would seem to have gained nothing. One step would be too few: one bad batch would set the level.
-    A start that is too high only makes the alarm late. `best` begins at the end of the first window.
+    The start is the mean of the first steps, ten with the default window, and so about the loss of an untrained model.
+    A full window would be too many: a run whose rate is too high often learns and is lost again within two or three
+    windows, and would seem to have gained nothing. One step would be too few: one bad batch would set the level. A
+    start that is too high only delays the alarm. `best` starts at the end of the first window.
 
-    The noise e is that of means over half a window (or a round, if that is longer), whose second differences tell it
-    apart from a steady rise or fall. It leaves out the first window, is known six of them later, and is taken for 1/32
-    of `start` until then. It is not updated while L stands out from the best: what goes wrong is not to count as noise.
+    The noise e is that of means over half a window (or a round, if longer); second differences separate it from a
+    steady rise or fall. It leaves out the first window, is known six half windows later, and is assumed to be 1/32 of
+    `start` until then. It is not updated while L stands out from the best, so that divergence does not count as noise.
 
-    A run that has not gained anything that stands out of the noise has nothing to give back: there is no alarm as long
-    as its loss is finite. So a run that climbs from its first step on to a finite height is not noticed.
+    A run whose gain does not exceed the noise has nothing to lose: there is no alarm while its loss is finite. So the
+    alarm misses a run that climbs to a finite height from its first step.
 
     Args:
-        window: how many steps are averaged over. Too few raise false alarms, more so with small batches.
-        every: at least so many steps lie between two verdicts "best", each of which has a snapshot taken.
+        window: number of steps to average over. Too few raise false alarms, more so with small batches.
+        every: minimum number of steps between two verdicts "best", each of which triggers a snapshot.
     """
 
     window: int = 100
@@ -82,29 +82,29 @@ class Alarm:
 
     @property
     def early(self) -> int:
-        """How many first steps of a run `start` is the mean of."""
+        """The number of first steps that `start` is the mean of."""
         return early_steps(self.window)
 
     def init(self) -> dict[str, float]:
-        """The state before the first round: plain floats, to be saved as they are."""
+        """The state before the first round: plain floats, saved as they are."""
         return {**_FRESH, **_KEPT, "unsaved": float(self.every)}
 
     def update(
         self, state: Mapping[str, float], loss: float, steps: int, early: float | None = None
     ) -> tuple[dict[str, float], Verdict]:
-        """The state after a round of `steps` steps with this mean loss, and what to do. `state` is left as it is.
+        """The state after a round of `steps` steps with this mean loss, and the verdict. Does not change `state`.
 
         Args:
-            state: that of the last round.
-            loss: the mean over the round.
-            steps: of the round.
-            early: the mean over its first steps, `self.early` of them: the start, if it is the first round; without
-                it the start of a run with longer rounds is the mean of a whole one.
+            state: the state after the last round.
+            loss: mean loss of the round.
+            steps: steps of the round.
+            early: mean loss of its first `self.early` steps: the start, if it is the first round. Without it the start
+                is the mean of the whole first round.
 
         Returns:
-            "best": the lowest L so far, and at least `every` steps since the last one that was: save. The first round
-            is one, so that there is something to go back to from the second round on.
-            "alarm": go back. The state that comes with it is that of a run which has.
+            "best": the lowest L so far, at least `every` steps after the previous best: take a snapshot. The first
+            round is always one, so that a rollback is possible from the second round on.
+            "alarm": roll back. The returned state is that of a run after the rollback.
         """
         if not math.isfinite(loss):
             return _gone_back(state), "alarm"
@@ -124,7 +124,7 @@ class Alarm:
         return self._verdict(new, lowest)
 
     def _first_window(self, new: dict[str, float], steps: int, early: float | None) -> tuple[dict[str, float], Verdict]:
-        """There is no alarm yet; `best` is the lowest so far, and begins once the window is full."""
+        """The state in the first window: no alarm; `best` is the lowest L so far, from the end of the window on."""
         if 10 * (new["steps"] - steps) < self.window:
             new["start"] = new["level"] if early is None or new["rounds"] > 1 else early
         lowest = new["rounds"] == 1 or new["level"] <= new["best"]
@@ -141,7 +141,7 @@ class Alarm:
         return state, "ok"
 
     def _smooth(self, state: Mapping[str, float], loss: float, steps: int) -> dict[str, float]:
-        """The state with one more round in its means."""
+        """Add a round to the means."""
         new = dict(state)
         kept = math.exp(-steps / self.window)
         new["steps"], new["unsaved"] = state["steps"] + steps, state["unsaved"] + steps
@@ -156,7 +156,7 @@ class Alarm:
 
 
 def _believed(state: Mapping[str, float], loss: float) -> float:
-    """What a round with this loss counts as, see `Alarm`."""
+    """The loss, clipped as `Alarm` describes."""
     start, level = state["start"], state["level"]
     if not (state["rounds"] or state["started"]):
         return loss
@@ -170,7 +170,7 @@ def _believed(state: Mapping[str, float], loss: float) -> float:
 
 
 def _end_block(new: dict[str, float]) -> dict[str, float]:
-    """The state with one more half window, or a round if that is longer, in its noise."""
+    """Add half a window, or a round if that is longer, to the noise."""
     mean = new["block_sum"] / new["block_steps"]
     if new["blocks"] >= 2:
         bend = mean - 2 * new["last"] + new["before"]
@@ -190,17 +190,17 @@ def _error(state: Mapping[str, float]) -> float:
 
 
 def _gone_back(state: Mapping[str, float]) -> dict[str, float]:
-    """The state of a run that was put back to its best: L begins anew, levels and noise stay."""
+    """The state after a rollback: L starts over, levels and noise stay."""
     return {**state, **_FRESH, "unsaved": 0.0, "alarms": state["alarms"] + 1}
 
 
 def early_steps(window: int) -> int:
-    """How many first steps of a run the start is the mean of, for an alarm with that window."""
+    """The number of first steps that the start is the mean of, for an alarm with that window."""
     return max(window // 10, 1)
 
 
 def check_most(rollback: Rollback, state: Mapping[str, float], step: int, checkpoint: str | None = None) -> None:
-    """Raise if the alarm with this state, raised at `step`, is one too many; points to the last checkpoint."""
+    """Raise if this alarm, at `step`, is one too many; the error points to the last checkpoint."""
     if state["alarms"] > rollback.most:
         raise RuntimeError(
             f"the run diverged again at step {step}, after {rollback.most} rollbacks, each with {rollback.cut} times "
@@ -218,11 +218,11 @@ class Keeper:
     """Keeps the best consensus of a run and puts it back when the run has diverged.
 
     Args:
-        rollback: what to do then.
-        alarm: tells when.
+        rollback: the options.
+        alarm: detects divergence.
 
     Attributes:
-        state: the alarm's; saved with the run, which the snapshot is not.
+        state: the alarm's state; saved with the run, unlike the snapshot.
         kept_at: the step of the snapshot.
     """
 
@@ -236,11 +236,11 @@ class Keeper:
     def watch(
         self, scores: Sequence[float], steps: int, at: int, early: float | None = None, checkpoint: str | None = None
     ) -> Verdict:
-        """What to do after a round of `steps` steps that ends at step `at` with these mean losses of the replicas, and
-        `early` as the mean of its first ones.
+        """The verdict after a round of `steps` steps that ends at step `at` with these mean losses of the replicas;
+        `early` is the mean of its first steps.
 
         Raises:
-            RuntimeError: if the run has diverged once too often, or before there was anything to go back to.
+            RuntimeError: if the run has diverged once too often, or before the first snapshot.
         """
         self.state, verdict = self._alarm.update(self.state, typical(scores), steps, early)
         if verdict == "alarm":
@@ -248,16 +248,16 @@ class Keeper:
             if self.kept_at is None:
                 raise RuntimeError(
                     f"the loss is {scores} at step {at}, before the first full round since the start or the resume: "
-                    "there is nothing to go back to; begin with a lower learning rate, or look for bad data. "
+                    "there is nothing to go back to; start with a lower learning rate, or look for bad data. "
                     f"{_resume(checkpoint)}"
                 )
         return verdict
 
     @torch.no_grad()
     def keep(self, shared: Sequence[Tensor], own: Sequence[Tensor], replicas: Replicas, at: int) -> None:
-        """Take a snapshot: of `shared`, which are equal on all replicas, a share; of `own` all. Waits for the device.
+        """Take a snapshot: a share of `shared`, which is equal on all replicas, and all of `own`. Blocks on the device.
 
-        Nothing is kept of weights that are not finite.
+        Weights that are not finite are not kept.
         """
         if not replicas.all_true(bool(finite(shared, torch.device("cpu")))):
             return
@@ -267,12 +267,12 @@ class Keeper:
         self.kept_at = at
 
     def fits(self, shared: Sequence[Tensor], own: Sequence[Tensor]) -> bool:
-        """Whether there is a snapshot of these tensors."""
+        """Whether the snapshot is of these tensors."""
         return self._shared is not None and self._shared.fits(shared) and len(own) == len(self._own)
 
     @torch.no_grad()
     def put_back(self, shared: Sequence[Tensor], own: Sequence[Tensor]) -> None:
-        """Put the snapshot back, in place. Collective."""
+        """Restore the snapshot in place. Collective."""
         assert self._shared is not None
         self._shared.restore(shared)
         for tensor, value in zip(own, self._own, strict=True):

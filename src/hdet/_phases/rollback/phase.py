@@ -1,4 +1,4 @@
-"""Rollback: a run that has diverged goes back to its best consensus, with lower learning rates."""
+"""Rollback: returns a diverged run to its best consensus, with lower learning rates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hdet._run.run import Run
 
 
 class GoBack(Phase):
-    """Watches the losses, keeps the best consensus and puts it back. Does nothing unless `rollback` was given."""
+    """Watches the losses, keeps the best consensus and restores it. Does nothing unless `rollback` was given."""
 
     name = "rollback"
 
@@ -25,7 +25,7 @@ class GoBack(Phase):
         self._is_best = False
 
     def begin(self) -> None:
-        """Take a snapshot if the last does not fit: a run that was resumed, or that trains other layers now."""
+        """Take a snapshot if the last one does not fit, as after a resume or if other layers are trained now."""
         at = self._run.at
         begins = at.step > 0 and not at.step_in_round
         if begins and self._keeper is not None and not self._keeper.fits(*self._run.tensors.kept()):
@@ -42,7 +42,7 @@ class GoBack(Phase):
             )
             raise RuntimeError(
                 f"{rnd.lost} at step {rnd.step}, before the first full round since the start or the resume: there is "
-                "nothing to go back to; begin with a lower learning rate, or look for bad data. Resume from " + where
+                "nothing to go back to; start with a lower learning rate, or look for bad data. Resume from " + where
             )
         verdict = self._keeper.watch(rnd.losses, rnd.steps, rnd.step, rnd.early, checkpoint)
         self._is_best = verdict == "best"
@@ -77,7 +77,7 @@ class GoBack(Phase):
 
 
 def in_words(losses: Sequence[float]) -> str:
-    """What the losses of the replicas were: their mean, or those that are not finite.
+    """The replicas' losses in words: their mean, or those that are not finite.
 
     >>> in_words([1.0, math.inf]), in_words([math.nan, math.nan]), in_words([1.0, 2.0])
     ('the loss was inf on replica 1', 'the loss was nan', 'the loss was 1.5')

@@ -1,4 +1,4 @@
-"""The tail average at the end of a round and of the run; `weights.py` says what it is."""
+"""The tail average at the end of a round and of the run; `weights.py` defines it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hdet._run.run import Run
 
 
 class TailAverage(Phase):
-    """Counts the weights that rounds end with, and leaves the better ones when the run ends."""
+    """Averages the weights at round ends, and keeps the better weights when the run ends."""
 
     name = "tail average"
 

@@ -1,13 +1,13 @@
-"""The tail average: half of the way from the last weights of a run to the mean of those its last rounds ended with.
+"""The tail average: halfway from the last weights of a run to the mean of the weights at its last round ends.
 
     theta <- (theta + mean_k theta_k) / 2          k: the rounds of the last part of the run
 
-When the run ends, the probe compares it with the last weights, and the better ones stay. Averaging over time takes out
-what weights owe to the last batches: it gains where data come in the order of time, and loses where the model still
-learns. So nobody has to know beforehand. Half of the way has most of the gain and half of the noise.
+When the run ends, the probe compares it with the last weights and keeps the better ones. Averaging over time removes
+the influence of the last batches: it helps if data come in order of time, and hurts while the model still learns. The
+probe decides, so the user need not know in advance. Half the distance has most of the gain and half of the noise.
 
 torch.optim.swa_utils.AveragedModel is not used: it copies whole modules in their own precision, while this keeps one
-copy of what is trained and of its followers, in single precision at least, of which ranks may hold parts.
+copy of the trained tensors and their followers, in at least single precision, and supports sharded tensors.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch import Tensor
 
 from hdet._run.tail_fit import PROBES
 
-_LEAST = 2  # round ends that are worth an average
-_MOST = 1e150  # a loss that is no number to reckon with
+_LEAST = 2  # round ends needed for an average
+_MOST = 1e150  # losses beyond this overflow when squared
 
 
 class Compared(NamedTuple):
-    """The tail average against the last weights, the same on every replica.
+    """The tail average compared with the last weights, the same on every replica.
 
     Attributes:
-        better: whether the average is to be taken: where its loss is lower by more than a standard error.
-        loss: of the last weights.
-        gain: by how much the average's is lower.
-        error: the standard error of that.
+        better: whether to take the average: its loss is lower by more than a standard error.
+        loss: loss of the last weights.
+        gain: how much lower the average's loss is.
+        error: standard error of the gain.
     """
 
     better: bool
@@ -44,7 +44,7 @@ class Compared(NamedTuple):
 
 
 def compare(last: Sequence[float], average: Sequence[float]) -> Compared:
-    """What the losses of the last weights and of the tail average say, by probe; two at least.
+    """Compare the losses of the last weights and of the tail average, by probe; at least two.
 
     >>> compare([1.0, 2.0, 3.0], [0.5, 1.5, 2.5])
     Compared(better=True, loss=2.0, gain=0.5, error=0.0)
@@ -59,7 +59,7 @@ def compare(last: Sequence[float], average: Sequence[float]) -> Compared:
 
 
 class Outcome(NamedTuple):
-    """What became of a tail average: whether it was taken, and why, in words."""
+    """Whether the tail average was taken, and why, in words."""
 
     taken: bool
     text: str
@@ -68,10 +68,10 @@ class Outcome(NamedTuple):
 class Tail:
     """Holds the mean of the weights at the round ends of the last part of a run, in single precision at least.
 
-    The copy is made before the first step: a run that it does not fit into fails at once.
+    Allocates the copy before the first step, so that a run without enough memory fails at once.
 
     Args:
-        part: which part of the run, in [0, 1]; 0 or None for none.
+        part: part of the run at its end, in [0, 1]; 0 or None for none.
         total_steps: optimizer steps of the whole run.
     """
 
@@ -79,13 +79,13 @@ class Tail:
         self._begin = math.inf if not part or total_steps is None else total_steps * (1 - part)
         self._stopped: str | None = None
         self._given: list[Tensor] = []
-        self._tensors: list[Tensor] = []  # without what lies in the memory of another one
+        self._tensors: list[Tensor] = []  # without tensors that share another one's memory
         self._mean: list[Tensor] = []
         self.reset()
 
     @property
     def count(self) -> int:
-        """How many round ends were counted."""
+        """The number of round ends in the mean."""
         return self._count
 
     @property
@@ -99,23 +99,23 @@ class Tail:
         return self._begin < math.inf and self._stopped is None
 
     def stop(self, reason: str) -> None:
-        """Do nothing from now on, and give the memory back."""
+        """Do nothing from now on, and free the memory."""
         if self.active:
             self._stopped = reason
         self.release()
 
     def reset(self) -> None:
-        """Begin anew: what was averaged so far does not count."""
+        """Start over: drop the mean so far."""
         self._count, self._since, self._until = 0, 0, -1
 
     def release(self) -> None:
-        """Begin anew, and give the memory back until it is needed again."""
+        """Start over, and free the memory until it is needed again."""
         self.reset()
         self._given, self._tensors, self._mean = [], [], []
 
     @torch.no_grad()
     def reserve(self, tensors: Sequence[Tensor]) -> None:
-        """Have memory for the mean of these; begin anew where they are not those of the last time."""
+        """Allocate memory for the mean of these tensors; start over if they are not the previous ones."""
         if not self.active or _same(self._given, tensors):
             return
         self.release()  # the old memory first
@@ -124,29 +124,29 @@ class Tail:
 
     @torch.no_grad()
     def add(self, tensors: Sequence[Tensor], step: int) -> None:
-        """Count the weights that a round has ended with at `step`, the same on all replicas. Sends nothing."""
+        """Add the weights at a round's end at `step`, the same on all replicas. Sends nothing."""
         if not self.active or step <= max(self._begin, self._until):
             return
         self.reserve(tensors)
         self._count, self._until = self._count + 1, step
-        if self._count == 1:  # a copy: what is left in the memory may not be finite
+        if self._count == 1:  # copy: the memory may contain values that are not finite
             self._since = step
             torch._foreach_copy_(self._mean, self._tensors)
         elif all(t.dtype == mean.dtype for t, mean in zip(self._tensors, self._mean, strict=True)):
             torch._foreach_lerp_(self._mean, self._tensors, 1 / self._count)
-        else:  # one after another, that there is no other copy of them all
+        else:  # one after another, so that there is no second copy of all
             for tensor, mean in zip(self._tensors, self._mean, strict=True):
                 mean.lerp_(tensor.to(mean.dtype), 1 / self._count)
 
     def conclude(self, score: Callable[[int], float], observe_only: bool = False) -> Outcome | None:
-        """When the run ends: leave the better of the last weights and the tail average. Collective where `score` is.
+        """At the end of the run, keep the better of the last weights and the tail average. Collective if `score` is.
 
         Args:
             score: the loss of the current weights on the probe of this number, the same on all replicas.
-            observe_only: leave the last weights whatever comes out.
+            observe_only: keep the last weights in any case.
 
         Returns:
-            What was found; None if there was nothing to find.
+            The outcome; None if there is no tail average.
         """
         if self._stopped is not None:
             return Outcome(False, f"tail average: none, {self._stopped}")
@@ -162,7 +162,7 @@ class Tail:
             last.append(score(number))
             with self._swapped():
                 average.append(score(number))
-            if not math.isfinite(last[-1] - average[-1]):  # that is the answer
+            if not math.isfinite(last[-1] - average[-1]):  # no need for more probes
                 break
         found = compare(last, average)
         if found.better and not observe_only:
@@ -175,11 +175,11 @@ class Tail:
         """Turn the mean into the average, in place."""
         for mean, tensor in zip(self._mean, self._tensors, strict=True):
             mean.lerp_(tensor.to(mean.dtype), 0.5)
-        self.reset()  # an error from now on leaves the last weights, and nothing to compare
+        self.reset()  # an error from now on keeps the last weights and drops the mean
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
-        """Within it the weights are the average; afterwards they are as they were, bit for bit."""
+        """Use the average as weights within this context; afterwards restore the weights bit for bit."""
         self._swap()
         try:
             yield
@@ -194,10 +194,10 @@ class Tail:
             mean.copy_(kept)
 
     def state_dict(self, trained: Sequence[int]) -> dict[str, Any]:
-        """The mean so far, the same on all replicas; nothing before there is one.
+        """The mean so far, the same on all replicas; empty before the first round end.
 
         Args:
-            trained: which parameters are trained, to tell others from them.
+            trained: which parameters are trained, to recognise a change.
         """
         if not self._count:
             return {}
@@ -205,7 +205,7 @@ class Tail:
         return {**told, "mean": [t.clone() for t in self._mean]}
 
     def check_state(self, state: dict[str, Any], tensors: Sequence[Tensor], trained: Sequence[int]) -> None:
-        """Raise if `load_state_dict` could not go on from this.
+        """Raise if `load_state_dict` cannot use this state.
 
         Raises:
             ValueError: if it was saved for other parameters.
@@ -217,15 +217,15 @@ class Tail:
         ]
         if not same:
             raise ValueError(
-                "the saved tail average is that of another model, of other layers, or sharded in another way; resume "
+                "the saved tail average belongs to another model, to other layers, or is sharded differently; resume "
                 "with the same model, frozen and sharded as before, or write hdet.Averaging(tail=0)"
             )
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any], tensors: Sequence[Tensor]) -> None:
-        """Go on from `state_dict()`.
+        """Resume from `state_dict()`.
 
-        What was counted too early for this run, which may be longer, does not count: it begins anew.
+        If this run is longer, and the saved mean started before its last part, the mean starts over.
         """
         self.reset()
         if not state or not self.active or state["since"] <= self._begin:
@@ -251,7 +251,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those whose memory is not within that of another one: what is swapped twice would not come back."""
+    """The tensors whose memory is not part of another one's: swapping memory twice would not restore it."""
     kept: set[int] = set()
     device, end = None, 0
     for tensor in sorted(tensors, key=lambda t: (str(t.device), t.data_ptr(), -t.nbytes)):
@@ -264,7 +264,7 @@ def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _same(held: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-    """Whether these share their memory; views of expanded tensors and of parts are objects made anew."""
+    """Whether these share their memory; views of expanded tensors and of parts are new objects each time."""
     return len(held) == len(tensors) and all(
         a is b or _place(a) == _place(b) for a, b in zip(held, tensors, strict=True)
     )

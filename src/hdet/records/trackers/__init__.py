@@ -1,6 +1,6 @@
 """Records in experiment trackers: one sink for each, with the numbers of `hdet.records.metrics`.
 
-Each needs its own package, which is imported when the sink is made, and writes from the first replica.
+Each needs its own package, imported when the sink is made, and writes from the first replica.
 """
 
 from hdet.records.trackers.mlflow import MLflow

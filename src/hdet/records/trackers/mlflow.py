@@ -26,6 +26,6 @@ class MLflow(Tracker):
         self._run_id = run_id
 
     def log(self, numbers: dict[str, float], record: RoundRecord) -> None:
-        """Log under names that MLflow takes."""
+        """Log under names that MLflow accepts."""
         known = {_REFUSED.sub("_", name)[:_LONGEST]: value for name, value in numbers.items()}
         self._mlflow.log_metrics(known, step=record.step, run_id=self._run_id)

@@ -25,7 +25,7 @@ class TensorBoard(Tracker):
 
     def log(self, numbers: dict[str, float], record: RoundRecord) -> None:
         """Write and flush."""
-        if self._writer is None:  # by the replica that writes, and no other
+        if self._writer is None:  # made only by the replica that writes
             self._writer = self._module.SummaryWriter(os.fspath(self._where))
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, record.step)

@@ -1,4 +1,4 @@
-"""What all trackers have in common: the first replica tells them the numbers of each round."""
+"""The base class of trackers: the first replica sends the numbers of each round."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hdet.records.sink import writes
 
 
 class Tracker:
-    """A sink that passes the numbers of a record on.
+    """A sink that passes on the numbers of a record.
 
     Args:
-        prefix: what the names of the numbers begin with.
-        replicas: who they are, as in `hdet.Ensemble`, of which the first tells; by default those of the ensemble.
+        prefix: prefix of the numbers' names.
+        replicas: as in `hdet.Ensemble`; the first one logs. By default those of the ensemble.
     """
 
     def __init__(self, prefix: str = "hdet/", replicas: Where | None = None) -> None:
@@ -28,15 +28,15 @@ class Tracker:
             self.log({f"{self._prefix}{name}": value for name, value in metrics(record).items()}, record)
 
     def log(self, numbers: dict[str, float], record: RoundRecord) -> None:
-        """Pass the numbers on, at `record.step`; the events too, where there is a place for words."""
+        """Log the numbers at `record.step`, and the events if the tracker takes text."""
         raise NotImplementedError
 
 
 def load(module: str, extra: str) -> Any:
-    """A tracker's package.
+    """Import a tracker's package.
 
     Raises:
-        ModuleNotFoundError: with what to install.
+        ModuleNotFoundError: if it is not installed; the message says what to install.
     """
     try:
         return importlib.import_module(module)

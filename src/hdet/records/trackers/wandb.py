@@ -9,7 +9,7 @@ from hdet.records.trackers.tracker import Tracker, load
 
 
 class WandB(Tracker):
-    """Numbers over a step of their own, so that they mix with what you log yourself.
+    """Numbers over their own step axis, so they mix with your own logging.
 
     Args:
         run: what `wandb.init()` returned; by default the run under way.
