@@ -80,7 +80,7 @@ def _verdict(where: str, rate: float, results: dict[str, dict[str, Any]], folder
     if plain is None:
         said = f"From {rate:.1e}: OneCycleLR diverged; HDET ended {100 * (hdet / best - 1):.1f} % behind the best rate."
     else:
-        closed = max(0.0, 100 * (plain - hdet) / (plain - best))
+        closed = min(max(0.0, 100 * (plain - hdet) / (plain - best)), 100.0)
         said = f"From {rate:.1e}: HDET closed {closed:.0f} % of the gap to the best rate."
     return f"{said} {search_cost(folders[names[2]], results[names[2]], rate)}"
 

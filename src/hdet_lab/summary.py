@@ -68,7 +68,9 @@ def draw(runs: dict[str, Path], folder: Path) -> str:
     try:
         drawn = [pictures.losses(list(runs.items()), folder / "losses.png")]
         fans = [path for path in runs.values() if (path / "rounds.jsonl").exists()]
-        drawn += [found for path in fans if (found := pictures.fan(path, folder / "fan.png"))]
+        for path in fans:
+            picture = folder / ("fan.png" if len(fans) == 1 else f"fan-{path.name}.png")
+            drawn += [found for found in [pictures.fan(path, picture)] if found]
         drawn += [path / "find_lr.png" for path in runs.values() if (path / "find_lr.png").exists()]
     except LabError as error:
         return f"No pictures: {error}"

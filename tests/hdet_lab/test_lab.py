@@ -190,7 +190,12 @@ def test_the_demo_ends_in_five_rows_and_pictures(tmp_path, capsys, monkeypatch):
     for words in report.partition("Next: ")[2].splitlines():
         assert cli.main(words.split()[1:]) == 0
     assert (runs[0] / "report.html").stat().st_size > 50_000
-    assert {path.name for path in folder.iterdir()} >= {"fan.png", "losses.png", "plain-low", "hdet-low"}
+    assert {path.name for path in folder.iterdir()} >= {
+        "fan-hdet-low.png",
+        "fan-hdet-high.png",
+        "losses.png",
+        "hdet-low",
+    }
     peaks = [read(folder / f"plain-{name}" / "result.json")["peak_lr"] for name in ("low", "best", "high")]
     assert peaks == pytest.approx([peaks[1] / 10, peaks[1], peaks[1] * 10])
 
