@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -194,7 +193,7 @@ class Ensemble:
         if not given.observe_only:
             found.apply(given.optimizers, scheduler)
         run.write_values()
-        run.clock = time.perf_counter()  # the round begins now
+        run.start_clock()
         return found
 
     @property

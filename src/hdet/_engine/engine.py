@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -188,7 +187,7 @@ class Engine:
         else:
             run.at.enter(Stage.DEALT)
         self._dealt()
-        run.clock = time.perf_counter()
+        run.start_clock()
 
     def _dealt(self, first: bool = False) -> None:
         self.run.write_values()

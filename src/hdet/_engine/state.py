@@ -46,7 +46,7 @@ def load_state(engine: Engine, state: dict[str, Any]) -> None:
         phase.load_state_dict(saved.get(phase.name, {}), own.get(phase.name, {}))
     run.values.load_state_dict(state["bases"])
     engine.resume()
-    run.resumed = run.at.step > 0
+    run.note_resume()
 
 
 def start_from(engine: Engine, step: int) -> None:

@@ -63,7 +63,7 @@ def _inside_compiled(model: nn.Module, compiled: bool | None) -> set[nn.Module]:
 
 
 def _cell_of(module: nn.Module, devices: Iterable[torch.device] | None) -> Cell | None:
-    """The cell of the probability if the module drops; a tensor, if possible, for a compiled model with `devices`."""
+    """The cell of the module's probability if it drops; with `devices` in a tensor if possible."""
     if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
         return Cell(module, "p") if devices is None or not _has_twin(module) else _InTensorToo(module, devices)
     if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and module.dropout > 0:

@@ -75,7 +75,7 @@ class Control(Phase):
         if rnd.ended and rnd.healthy:  # the schedules of ended replicas stand still: steer by the others
             numbers = torch.tensor(run.steering.numbers, dtype=torch.float64, device=rnd.device)
             run.replicas.broadcast(numbers, rnd.healthy[0])
-            run.steering.numbers = numbers.tolist()
+            run.steering.take_over(numbers.tolist())
 
     def _row(self, h: Hyperparameter, seen: Observation, scale: float, proposed: float) -> HyperparameterRecord:
         """The record of a hyperparameter trained at `scale`."""

@@ -52,7 +52,7 @@ class UnevenData(Phase):
             self._run.rounds.catch_up(step)
             rnd.steps, rnd.step = rnd.steps + step - rnd.step, step
         if not rnd.present:
-            self._run.data = Data.EVEN
+            self._run.note_data(Data.EVEN)
 
     def after(self, rnd: Round) -> None:
         if rnd.ended:
@@ -65,7 +65,7 @@ class UnevenData(Phase):
     @contextmanager
     def within(self, model: nn.Module | None = None) -> Iterator[None]:
         """Wrap the loop over `model`. An error in a collective becomes one that names the missing replicas."""
-        self._run.data = Data.UNEVEN
+        self._run.note_data(Data.UNEVEN)
         self.step(None)
         try:
             yield
@@ -77,7 +77,7 @@ class UnevenData(Phase):
                 raise
             raise found from error
         finally:
-            self._run.data = Data.EVEN
+            self._run.note_data(Data.EVEN)
 
 
 class _Follow(JoinHook):

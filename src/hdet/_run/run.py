@@ -58,9 +58,9 @@ class Run:
         self.rounds.start_from(0)
         self.at: Position = self.rounds.at
         self.values = Values(given.optimizers, explorable)
-        self.data = Data.EVEN
+        self.note_data(Data.EVEN)
         self.found: FoundRate | None = None
-        self.clock = time.perf_counter()
+        self.start_clock()
         self.last_checkpoint: str | None = None
         self.resumed = False
         self._agreed = self.replicas.ranks.size > 1
@@ -79,6 +79,18 @@ class Run:
     def write_values(self) -> None:
         """Write the values that this replica trains with from the next step on."""
         self.values.set(self.scales, self.rounds.multipliers)
+
+    def start_clock(self) -> None:
+        """Note that a round begins now."""
+        self.clock = time.perf_counter()
+
+    def note_data(self, data: Data) -> None:
+        """Note whether this replica has data."""
+        self.data: Data = data
+
+    def note_resume(self) -> None:
+        """Note that the run was resumed from a saved state, unless that was saved before the first step."""
+        self.resumed = self.at.step > 0
 
     # Whether the replicas hold the same
 

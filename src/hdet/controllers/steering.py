@@ -88,8 +88,8 @@ class Steering:
         """The controller's state as a flat list, for another replica with the same controller."""
         return [value for entry in self._state.values() for value in entry.values()]
 
-    @numbers.setter
-    def numbers(self, numbers: Sequence[float]) -> None:
+    def take_over(self, numbers: Sequence[float]) -> None:
+        """Replace the controller's state by another replica's `numbers`."""
         row = iter(numbers)
         self._state = {name: {key: next(row) for key in entry} for name, entry in self._state.items()}
 
