@@ -1,5 +1,6 @@
 """The drop-in keeps the whole contract of torch's OneCycleLR."""
 
+import copy
 import gc
 import inspect
 import itertools
@@ -561,7 +562,7 @@ def test_auto_says_what_it_lacks(left_out):
         OneCycleAutoLR(o, "auto", total_steps=10, **given)
     with pytest.raises(ValueError, match=r"loader is for max_lr=\"auto\", got max_lr=0.1; leave it out"):
         OneCycleAutoLR(o, 0.1, total_steps=10, loader=[torch.ones(2)])
-    with pytest.raises(TypeError, match="max_lr must be a number and be at least 0 and finite, got 'car'"):
+    with pytest.raises(TypeError, match="max_lr must be a number or \"auto\", got 'car'"):
         OneCycleAutoLR(o, "car", total_steps=10)
 
 
@@ -570,3 +571,18 @@ def test_a_rate_that_was_found_keeps_the_ratios_of_the_groups():
     found = hdet.FoundRate(0.1, 0.1, ((0.1, 0.3),), (0.1, 0.4), (0.1, 0.4), 0.5, 2.0, [], [], 10, 10, 10.0, 1.0)
     OneCycleAutoLR(o, found, total_steps=10)
     assert [group["max_lr"] for group in o.param_groups] == [0.1, 0.3]
+
+
+def test_auto_that_fails_leaves_the_optimizer_as_it_was():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    o = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = copy.deepcopy([{k: v for k, v in group.items() if k != "params"} for group in o.param_groups])
+    with pytest.raises(hdet.FindLRError):
+        OneCycleAutoLR(
+            o, "auto", total_steps=100, model=model, loader=[torch.ones(4, 3)] * 8,
+            loss_fn=lambda model, batch: -model(batch).square().mean() - 1,
+        )  # fmt: skip
+    assert [{k: v for k, v in group.items() if k != "params"} for group in o.param_groups] == before
+    take_plain = torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=10)
+    assert take_plain.get_last_lr() == [pytest.approx(0.004)]

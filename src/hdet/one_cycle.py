@@ -61,11 +61,20 @@ def _searching(init: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(init)
     def within(*args: P.args, **kwargs: P.kwargs) -> None:
-        init(*args, **kwargs)
         given = inspect.signature(init).bind(*args, **kwargs).arguments
+        groups = [(group, dict(group)) for group in getattr(given["optimizer"], "param_groups", ())]
+        init(*args, **kwargs)
         scheduler = given["self"]
-        if isinstance(given["max_lr"], str) and scheduler.last_epoch <= 0:  # else the optimizer has the rates
+        if not isinstance(given["max_lr"], str) or scheduler.last_epoch > 0:  # then the optimizer has the rates
+            return
+        try:
             scheduler.ensemble.find_lr(given["loader"], given["loss_fn"], scheduler=scheduler)
+        except BaseException:
+            scheduler.ensemble.close()
+            for group, before in groups:
+                group.clear()
+                group.update(before)
+            raise
 
     return within
 
@@ -396,6 +405,8 @@ def _max_lr(max_lr: Any, optimizer: Optimizer, needed: Mapping[str, object]) -> 
                 "loss_fn=lambda model, batch: cross_entropy(model(batch[0]), batch[1]))"
             )
         return [float(group["lr"]) for group in unwrap(optimizer).param_groups]
+    if isinstance(max_lr, str):
+        raise TypeError(f'max_lr must be a number or "auto", got {max_lr!r}')
     for name in ("loader", "loss_fn"):
         if needed[name] is not None:
             raise ValueError(f'{name} is for max_lr="auto", got max_lr={max_lr!r}; leave it out')

@@ -30,7 +30,7 @@ def demo(folder: Path, *, steps: int = STEPS, replicas: int = REPLICAS, one_proc
     starts = {"low": best / OFF, "high": best * OFF}
     RunFolder(folder)
     jobs = {
-        f"{name}, too {where}": Job(
+        f"{name} from too {where}": Job(
             options.replace(peak_lr=rate, controller=controller), str(folder / f"{kind}-{where}")
         )
         for name, kind, controller in (("OneCycleLR", "plain", "none"), ("HDET", "hdet", "auto"))
@@ -73,7 +73,7 @@ def _table(results: dict[str, dict[str, Any]], jobs: dict[str, Job]) -> str:
 
 def _verdict(where: str, rate: float, results: dict[str, dict[str, Any]], folders: dict[str, Path]) -> str:
     """What HDET made of one start."""
-    names = (f"OneCycleLR, too {where}", _BEST, f"HDET, too {where}")
+    names = (f"OneCycleLR from too {where}", _BEST, f"HDET from too {where}")
     plain, best, hdet = (results[name]["held_out"]["loss"] for name in names)
     if best is None or hdet is None or (plain is not None and plain <= best):
         return f"From {rate:.1e}: no gap to the best rate in this run, which is too short to tell them apart."

@@ -1,6 +1,7 @@
 """The found rate in every scheduler: schedules are really run, and their peak is the found rate, group by group."""
 
 import copy
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -678,3 +679,13 @@ def test_nothing_is_warned_of_and_nothing_is_left_behind():
     assert [set(group) - {"initial_lr"} for group in optimizer.param_groups] == keys
     assert len(optimizer._optimizer_step_pre_hooks) == hooks
     assert not optimizer.state
+
+
+def test_rates_of_other_parameters_or_in_another_order_are_refused():
+    small, large = (torch.optim.SGD([torch.zeros(size)], lr=0.1) for size in (1, 5))
+    found = dataclasses.replace(found_rate((0.2,)), rates=((0.2,), (0.4,)), sizes=((1,), (5,)))
+    with pytest.raises(ValueError, match=r"groups of \(\(1,\), \(5,\)\) parameters, got optimizers with groups of"):
+        found.apply([large, small])
+    assert [o.param_groups[0]["lr"] for o in (small, large)] == [0.1, 0.1]
+    found.apply([small, large])
+    assert [o.param_groups[0]["lr"] for o in (small, large)] == pytest.approx([0.2, 0.4])

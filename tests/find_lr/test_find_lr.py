@@ -417,7 +417,7 @@ def test_a_loss_that_never_falls():
     model = make(kind=plain_net)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     before = everything(model, optimizer)
-    with pytest.raises(hdet.FindLRError, match=r"less than 1 %.*check that step_fn trains the loss"):
+    with pytest.raises(hdet.FindLRError, match=r"less than 1 %.*check that what is trained is the loss that is scored"):
         find(model, optimizer, step_fn=lambda index: (-loss_fn(model, batch(index))).backward())
     with pytest.raises(hdet.FindLRError, match=r"less than 1 %.*did not rise either: begin with a higher rate") as idle:
         find(model, optimizer, step_fn=lambda index: (1e-19 * loss_fn(model, batch(index))).backward())

@@ -21,6 +21,7 @@ import hdet
 from hdet._find_lr import find_lr as module
 from hdet._find_lr.loader import on_host, read, to_device
 from hdet._find_lr.workload import spread_out
+from hdet._tensors.attributes import Attributes
 
 STEPS = 2000
 
@@ -497,6 +498,43 @@ def test_what_cannot_work_is_refused_and_nothing_changes(changed, kind, text):
         hdet.find_lr(model, optimizer, loader, **given)
     assert everything(model, optimizer) == before
     assert state_of(loader) == loaders
+
+
+def test_what_is_no_training_is_refused_or_warned_of():
+    model = make()
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"call it outside of torch.no_grad\(\)"):
+        hdet.find_lr(model, adamw(model), make_loader(), loss_fn, total_steps=STEPS)
+    schedule = optim.lr_scheduler.ConstantLR(adamw(model))
+    with pytest.raises(TypeError, match="optimizer must be an optimizer, got a ConstantLR; pass its optimizer"):
+        hdet.find_lr(model, schedule, make_loader(), loss_fn, total_steps=STEPS)
+    with pytest.warns(UserWarning, match=r"Net is in evaluation mode, .*; call model.train\(\) before it"):
+        hdet.find_lr(model.eval(), adamw(model), make_loader(), loss_fn, total_steps=STEPS)
+    assert not model.training
+    meta = Net().to("meta")
+    with pytest.raises(ValueError, match=r"first\.weight is on the meta device"):
+        hdet.find_lr(meta, adamw(meta), make_loader(), loss_fn, total_steps=STEPS)
+
+
+def test_few_batches_are_a_doubt():
+    model = make(kind=plain_net)
+    with pytest.warns(UserWarning, match="the loader gave only 3 batches; they are trained on over and over"):
+        few = hdet.find_lr(model, adamw(model), [batch(k) for k in range(3)], loss_fn, total_steps=STEPS)
+    assert not few.sure
+    assert hdet.find_lr(model, adamw(model), [batch(k) for k in range(30)], loss_fn, total_steps=STEPS).sure
+
+
+def test_large_tensors_of_a_data_set_are_not_copied():
+    data = Samples()
+    data.x = torch.zeros(3 << 20, 6, dtype=torch.float64)  # 144 MB
+    noise = data.noise.get_state()
+    tracked = Attributes([data])
+    data.x[0] = 1.0
+    data.reads = 5
+    data.noise.manual_seed(9)
+    tracked.restore()
+    assert data.x[0].sum() == 6  # taken for data
+    assert data.reads == 0
+    assert torch.equal(data.noise.get_state(), noise)
 
 
 def test_accumulation_does_not_go_with_a_step_function():

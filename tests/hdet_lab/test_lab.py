@@ -182,7 +182,7 @@ def test_the_demo_ends_in_five_rows_and_pictures(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "demo"
     assert cli.main(["demo", "--steps", "6", "--replicas", "2", "--in-process", "--folder", str(folder)]) == 0
     report = capsys.readouterr().out
-    rows = r"^(OneCycleLR, best rate|(OneCycleLR|HDET), too (low|high)) +\d\.\de-\d\d +\d\.\de-\d\d +\d"
+    rows = r"^(OneCycleLR, best rate|(OneCycleLR|HDET) from too (low|high)) +\d\.\de-\d\d +\d\.\de-\d\d +\d"
     assert len(re.findall(rows, report, re.MULTILINE)) == 5
     assert len(re.findall(r"^From \d\.\de-\d\d: ", report, re.MULTILINE)) == 2
     runs = [folder / name for name in ("hdet-high", "hdet-low", "plain-best", "plain-high", "plain-low")]

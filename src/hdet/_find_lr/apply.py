@@ -36,6 +36,27 @@ _METRICS = ("metrics", "metric", "loss", "val_loss")
 _QUIET = threading.Lock()  # replicas may be threads, which share the filters of warnings
 
 
+def sizes_of(optimizers: Sequence[Optimizer]) -> tuple[tuple[int, ...], ...]:
+    """How many numbers every group trains, optimizer by optimizer."""
+    return tuple(tuple(sum(p.numel() for p in group["params"]) for group in o.param_groups) for o in optimizers)
+
+
+def check_sizes(sizes: Sequence[Sequence[int]], optimizer: Any) -> None:
+    """Raise for optimizers of other parameters than those that the rates were found for, or in another order.
+
+    Raises:
+        ValueError: with the numbers of both.
+    """
+    several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    given = sizes_of([unwrap(entry) for entry in several])
+    wanted = tuple(map(tuple, sizes))
+    if list(map(len, given)) == list(map(len, wanted)) and given != wanted:
+        raise ValueError(
+            f"the rates were found for groups of {wanted} parameters, got optimizers with groups of {given}; pass what "
+            "find_lr was given, in the same order"
+        )
+
+
 class _StandIn(Optimizer):
     """An optimizer for the copy of a scheduler to write into."""
 

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, cast, overload
 
+import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from hdet._arguments import Rule, answers, check_count, check_number
 from hdet._find_lr.found_rate import FoundRate
@@ -23,7 +25,9 @@ from hdet._replicas import Where
 from hdet._replicas.agreement import Agreement, claim
 from hdet._tensors.deepspeed import check_deepspeed
 from hdet._tensors.parameters import parameters_of
+from hdet._user_warning import warn
 
+_WRITE = "write for example lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
 TAKEN = 64
 """Batches of global steps that a search takes from a loader to train on; four more are scored."""
 
@@ -108,7 +112,7 @@ def find_lr(
         accumulate: batches per optimizer step.
         clip_grad_norm: the norm that gradients are clipped to, if they are.
         scaler: the GradScaler that you train with, if any.
-        probe: what the weights are scored on, by default batches of the loader. Held-out data tell of overfitting.
+        probe: what the weights are scored on, by default batches of the loader. Held-out data shows overfitting.
         step_fn: instead of `loader` and `loss_fn`, together with a probe: `step_fn(index)` does forward and backward
             pass of this replica's batch `index` in 0..427. The same index must give the same batch.
         progress: show a line on the terminal.
@@ -136,6 +140,7 @@ def find_lr(
     """
     with Agreement("hdet.find_lr", replicas):
         check_deepspeed(optimizer, model)
+        _check_model(model)
         _check_count("total_steps", total_steps)
         optimizers = _optimizers(optimizer)
         _check_also(also)
@@ -169,7 +174,7 @@ def from_loader(
         TypeError, ValueError: for a loader that is empty or cannot be read twice, and for what is no loss_fn.
     """
     check_loader(loader)
-    check_loss_fn(loss_fn)
+    check_loss_fn(loss_fn, _WRITE)
     if probe is not None:
         _check_probe(probe)
     if scaler is not None and not isinstance(scaler, GradScaler):
@@ -182,10 +187,27 @@ def _optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if not given:
         raise ValueError("optimizer must be an optimizer or several of them, got an empty list")
+    for entry in given:
+        if isinstance(entry, LRScheduler):
+            raise TypeError(f"optimizer must be an optimizer, got a {type(entry).__name__}; pass its optimizer")
     found = [unwrap(entry) for entry in given]
     if any(isinstance(entry, LBFGS) for entry in found):
         raise ValueError("optimizer must not be LBFGS, which needs a closure; it has a line search of its own")
     return found
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raise where no step could be taken."""
+    if not torch.is_grad_enabled():
+        raise RuntimeError("a search takes training steps: call it outside of torch.no_grad() and inference_mode()")
+    meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if meta is not None:
+        raise ValueError(f"model must have its weights, but {meta} is on the meta device; materialize it first")
+    if not model.training:
+        warn(
+            f"{type(model).__name__} is in evaluation mode, and the search trains it so: without dropout, and with the "
+            "running statistics of BatchNorm; call model.train() before it, as before training"
+        )
 
 
 def _check_count(name: str, value: int | None) -> None:

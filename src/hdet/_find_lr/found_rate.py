@@ -11,7 +11,7 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
-from hdet._find_lr.apply import apply_rates
+from hdet._find_lr.apply import apply_rates, check_sizes
 
 _LINE = 105  # characters above the picture
 
@@ -26,7 +26,7 @@ class FoundRate:
         rates: that of every group, optimizer by optimizer.
         interval: (lo, hi), between which the loss was low, as rates of the first group.
         whole: the same, with a lower lo where the interval is so narrow that the ramp cannot have seen all of it.
-        factor: on the middle of that.
+        factor: what that middle is multiplied by.
         first_loss: the probe's loss at the initial weights.
         coarse: the first ramp's (rate, loss on the probe).
         fine: the second ramp's.
@@ -37,6 +37,7 @@ class FoundRate:
         seconds: how long it took, a mean too.
         doubts: what speaks against the answer, in words; empty if nothing does. `find_lr` has warned of it.
         total_steps: optimizer steps of the training that it is for, as given.
+        sizes: how many numbers every group trains, optimizer by optimizer; empty if that is not known.
     """
 
     rate: float
@@ -54,6 +55,7 @@ class FoundRate:
     seconds: float
     doubts: tuple[str, ...] = ()
     total_steps: int | None = None
+    sizes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def sure(self) -> bool:
@@ -121,6 +123,8 @@ class FoundRate:
         >>> print(*(f"{rate:.3g}" for rate in (*scheduler.get_last_lr(), scheduler.eta_min)))
         0.1 0.001
         """
+        if self.sizes:
+            check_sizes(self.sizes, optimizer)
         apply_rates(self.rates, self.total_steps, optimizer, scheduler, steps)
         return self
 

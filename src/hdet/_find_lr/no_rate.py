@@ -58,6 +58,6 @@ def no_rate(trial: Trial, first: float, curves: list[Curve]) -> FindLRError:
     return FindLRError(
         f"the probe's loss, {first:.6g}, fell by less than 1 % at all {rates}, and rates above {bound:.3g} make it "
         "worse, as with weights that are trained already: train at a rate below that. If the weights are new, check "
-        "that step_fn trains the loss that the probe measures",
+        "that what is trained is the loss that is scored, on the same kind of data",
         bound,
     )

@@ -136,8 +136,9 @@ def _find(trial: Trial, fine: Fine, factor_of: Callable[[float], float], total_s
         samples=trial.samples,
         cost=trial.steps * (1 + probing / stepping),
         seconds=seconds,
-        doubts=doubts(first, first_curve, second_curve, fine, interval),
+        doubts=(*trial.doubts, *doubts(first, first_curve, second_curve, fine, interval)),
         total_steps=total_steps,
+        sizes=trial.sizes,
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from hdet._find_lr.apply import sizes_of
 from hdet._find_lr.decisions import Curve
 from hdet._find_lr.workload import Workload
 from hdet._hooks import innermost
@@ -70,6 +71,16 @@ class Trial:
             for module in model.modules()
             if isinstance(module, DistributedDataParallel)
         ]
+
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """How many numbers every group trains, optimizer by optimizer."""
+        return sizes_of(self._optimizers)
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What speaks against any answer."""
+        return self._workload.doubts
 
     @property
     def wrappers(self) -> list[DistributedDataParallel]:

@@ -16,6 +16,7 @@ from hdet._probe.probe import Probe, check_loss
 from hdet._replicas import Replicas
 from hdet._tensors.restore import without_autocast
 
+_FEW = 8  # steps whose batches are few
 _PROBE = 0  # the index of the one probe that everything is scored on
 
 
@@ -24,9 +25,11 @@ class Workload(Protocol):
 
     Attributes:
         without_gradients: what is wrong if no parameter has a gradient after `backward()`.
+        doubts: what speaks against any answer, once it is prepared.
     """
 
     without_gradients: str
+    doubts: tuple[str, ...]
 
     def prepare(self, replicas: Replicas, device: torch.device) -> None:
         """Before everything else; collective."""
@@ -54,6 +57,7 @@ class StepFunction:
     """
 
     without_gradients = "step_fn must call backward() on its loss, but no parameter has a gradient after it"
+    doubts: tuple[str, ...] = ()
 
     def __init__(self, model: nn.Module, step_fn: Callable[[int], Any], probe: Probe) -> None:
         self._model, self._probe = model, probe
@@ -112,7 +116,9 @@ class Batches:
         """As many batches on every replica, as a forward pass of a sharded one is collective."""
         self._device = device
         count = torch.tensor([len(self._kept)], dtype=torch.float64, device=device)
-        usable = self._kept[: round(min(row[0] for row in replicas.ranks.gather(count)))]
+        counts = [round(row[0]) for row in replicas.ranks.gather(count)]
+        usable = self._kept[: min(counts)]
+        self.doubts = _few(min(counts), self._accumulate, max(counts))
         scored = spread_out(len(usable), 0 if self._probe is not None else 4 * self._accumulate)
         self._train = [kept for number, kept in enumerate(usable) if number not in scored] or usable
         self._own = self._probe_of([usable[number] for number in scored]) if self._probe is None else None
@@ -161,6 +167,14 @@ class Batches:
             return self.loss_fn(model, self.moved(kept.batch))
 
         return Probe(lambda index: scored, loss)
+
+
+def _few(count: int, accumulate: int, most: int) -> tuple[str, ...]:
+    """Why batches are too few to tell; a single one on each replica may be all data at once, which is enough."""
+    if most == 1 or count >= _FEW * accumulate:
+        return ()
+    others = "" if count == most else f" on one replica, and others have {most}"
+    return (f"the loader gave only {count} batches{others}; they are trained on over and over",)
 
 
 def spread_out(count: int, wanted: int) -> set[int]:

@@ -155,17 +155,17 @@ class Probe:
         return self._chunks
 
 
-def check_loss_fn(loss_fn: object) -> None:
+def check_loss_fn(loss_fn: object, write: str = _WRITE) -> None:
     """Raise unless it is a function of a model and a batch; the likeliest mistake is a loss of outputs and targets."""
     must = "loss_fn must be a function of (model, batch)"
     if not callable(loss_fn):
-        raise TypeError(f"{must}, got {loss_fn!r}; {_WRITE}")
+        raise TypeError(f"{must}, got {loss_fn!r}; {write}")
     function = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     home = type(function).__module__ if isinstance(function, nn.Module) else getattr(function, "__module__", None)
     home = getattr(function, "__globals__", {}).get("__name__", home)  # functools.wraps copies __module__
     if str(home).startswith("torch.nn."):
         name = getattr(function, "__name__", type(function).__name__)
-        raise TypeError(f"{must}, got torch's {name}, which takes tensors; {_WRITE}")
+        raise TypeError(f"{must}, got torch's {name}, which takes tensors; {write}")
     try:
         called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
         signature = inspect.signature(called, follow_wrapped=False)  # what is called, and not what it stands for
@@ -174,7 +174,7 @@ def check_loss_fn(loss_fn: object) -> None:
     try:
         signature.bind(None, None)
     except TypeError as error:
-        raise TypeError(f"{must}, got one with the arguments {signature}; {_WRITE}") from error
+        raise TypeError(f"{must}, got one with the arguments {signature}; {write}") from error
 
 
 def check_loss(loss: Any) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 _DEPTH = 4  # of containers within containers
 _LONG = 10_000  # longer containers are not searched
+_LARGE = 1 << 24  # bytes of a tensor that is taken for data, which nothing writes into: it is not copied
 _OF_MODULES = ("_parameters", "_buffers", "_modules", "training")
 _Restore = Callable[[], object]
 
@@ -82,7 +83,7 @@ def _keep_container(value: Any, depth: int) -> _Restore:
 
 
 def _keep_tensor(value: Tensor) -> _Restore:
-    if value.layout != torch.strided or value.is_meta:
+    if value.layout != torch.strided or value.is_meta or value.numel() * value.element_size() > _LARGE:
         return _nothing
     before = value.detach().clone()
 
