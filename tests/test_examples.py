@@ -115,6 +115,15 @@ def test_plain_ddp():
     assert second == ""
 
 
+@pytest.mark.soak
+def test_trl_with_lora():
+    pytest.importorskip("trl")
+    ((said, _),) = start("trl_lora.py", 1)
+    first, last = map(float, re.search(r"training loss: (\S+) in the first 50 steps, (\S+) in the last", said).groups())
+    assert last < 0.85 * first  # at the rate that it begins with: 0.99
+    assert "hdet found 0.00" in said
+
+
 def test_the_drop_in():
     first, second = (said.splitlines() for said, _ in start("drop_in.py", 2))
     rates = [
