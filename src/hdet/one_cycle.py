@@ -61,9 +61,10 @@ def _searching(init: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(init)
     def within(*args: P.args, **kwargs: P.kwargs) -> None:
-        given = inspect.signature(init).bind(*args, **kwargs).arguments
-        groups = [(group, dict(group)) for group in getattr(given["optimizer"], "param_groups", ())]
+        optimizer = kwargs.get("optimizer", args[1] if len(args) > 1 else None)
+        groups = [(group, dict(group)) for group in getattr(optimizer, "param_groups", ())]
         init(*args, **kwargs)
+        given = inspect.signature(init).bind(*args, **kwargs).arguments
         scheduler = given["self"]
         if not isinstance(given["max_lr"], str) or scheduler.last_epoch > 0:  # then the optimizer has the rates
             return
