@@ -46,7 +46,7 @@ def demo(folder: Path, *, steps: int = STEPS, replicas: int = REPLICAS, one_proc
     drawn = draw(folders, folder)
     said = "\n".join(_verdict(where, rate, results, folders) for where, rate in starts.items())
     said += "\nOne seed: differences of a few hundredths mean little."
-    shown = [folders[name] for name in sorted(folders)]
+    shown = sorted(folders.values())
     return (
         f"\n{_table(results, jobs)}\n\n{said}\n\n{drawn}\nEverything is in {folder} ({seconds:.0f} s).\n"
         f"{what_next(shown)}"

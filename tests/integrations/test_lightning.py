@@ -138,6 +138,7 @@ def compare_automatic(folder):
     path = pathlib.Path(folder, f"step={SAVED}.ckpt")
     saved = torch.load(path, weights_only=False)["state_dict"]
     check_same({name.removeprefix("model."): tensor for name, tensor in saved.items()}, average)
+    dist.barrier()  # the first replica writes it
     assert "hdet/learning_rate/center" in pathlib.Path(folder, "log/version_0/metrics.csv").read_text()
     resume(folder, path, weights(module.model), told.rounds[1:])
     return path
