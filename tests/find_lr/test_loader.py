@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import hdet
-from hdet._find_lr import find_lr as module
+from hdet._find_lr import loader as loaders
 from hdet._find_lr.loader import on_host, read, to_device
 from hdet._find_lr.workload import spread_out
 from hdet._tensors.attributes import Attributes
@@ -544,9 +544,9 @@ def test_accumulation_does_not_go_with_a_step_function():
 
 
 def test_what_it_says_of_itself_is_so():
-    said = " ".join(module.find_lr.__doc__.split())
-    assert f"batches of {module.TAKEN} steps" in said
-    assert f"{module.MEMORY >> 30} GiB" in said
+    said = " ".join(hdet.find_lr.__doc__.split())
+    assert f"batches of {loaders.TRAINED} steps are taken and used in turn, and those of {loaders.SCORED} more" in said
+    assert f"{loaders.MEMORY >> 30} GiB" in said
 
 
 class Terminal(io.StringIO):

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hdet._arguments import Rule, answers, check_count, check_number
 from hdet._find_lr.found_rate import FoundRate
-from hdet._find_lr.loader import MEMORY, check_loader, read
+from hdet._find_lr.loader import MEMORY, check_loader, read, wanted
 from hdet._find_lr.search import Search
 from hdet._find_lr.workload import Batches, StepFunction, Workload
 from hdet._hooks import unwrap
@@ -28,8 +28,6 @@ from hdet._tensors.parameters import parameters_of
 from hdet._user_warning import warn
 
 _WRITE = "write for example lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
-TAKEN = 64
-"""Batches of global steps that a search takes from a loader to train on; four more are scored."""
 
 
 @overload
@@ -179,7 +177,7 @@ def from_loader(
         _check_probe(probe)
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
-    kept = read(loader, (TAKEN + 4) * accumulate, MEMORY)
+    kept = read(loader, wanted(accumulate), MEMORY)
     return Batches(model, loss_fn, kept, accumulate=accumulate, clip=clip, scaler=scaler, probe=probe)
 
 

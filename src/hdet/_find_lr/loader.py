@@ -18,6 +18,8 @@ from hdet._tensors.restore import Generators
 
 MEMORY = 1 << 30
 """The bytes that the batches of one replica may take."""
+TRAINED, SCORED = 64, 4
+"""Optimizer steps whose batches a search takes to train on, and to score."""
 
 _HELD = (
     "dataset", "datasets", "sampler", "batch_sampler", "base_dataloader", "base_loader", "loader", "loaders",
@@ -90,6 +92,11 @@ def read(loader: Iterable[Any], most: int, memory: int, count: Callable[[Any], i
     if not kept:
         raise ValueError("loader must give at least 1 batch, got none; check its data set, its sampler and drop_last=")
     return kept
+
+
+def wanted(accumulate: int) -> int:
+    """How many batches a search takes at most, of a run with so many to an optimizer step."""
+    return (TRAINED + SCORED) * accumulate
 
 
 _END = object()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from hdet._find_lr.loader import Kept, to_device
+from hdet._find_lr.loader import SCORED, Kept, to_device
 from hdet._probe.probe import Probe, check_loss
 from hdet._replicas import Replicas
 from hdet._tensors.restore import without_autocast
@@ -119,7 +119,7 @@ class Batches:
         counts = [round(row[0]) for row in replicas.ranks.gather(count)]
         usable = self._kept[: min(counts)]
         self.doubts = _few(min(counts), self._accumulate, max(counts))
-        scored = spread_out(len(usable), 0 if self._probe is not None else 4 * self._accumulate)
+        scored = spread_out(len(usable), 0 if self._probe is not None else SCORED * self._accumulate)
         self._train = [kept for number, kept in enumerate(usable) if number not in scored] or usable
         self._own = self._probe_of([usable[number] for number in scored]) if self._probe is None else None
 

@@ -16,9 +16,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet._find_lr.find_lr import TAKEN
 from hdet._find_lr.interrupts import deferred_interrupts
-from hdet._find_lr.loader import MEMORY, Kept, check_loader, on_host, read
+from hdet._find_lr.loader import MEMORY, Kept, check_loader, on_host, read, wanted
 from hdet._find_lr.workload import Batches
 from hdet._replicas import Replicas
 from hdet._tensors.attributes import Attributes
@@ -121,7 +120,7 @@ def _taken(trainer: Trainer, module: LightningModule) -> list[Kept]:
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError(f"training_step takes batches itself (dataloader_iter), which a search cannot take; {_PLAIN}")
     combined = trainer.fit_loop._combined_loader
-    most = min((TAKEN + 4) * trainer.accumulate_grad_batches, trainer.num_training_batches)
+    most = min(wanted(trainer.accumulate_grad_batches), trainer.num_training_batches)
     try:
         for loader in combined.flattened:
             check_loader(loader)

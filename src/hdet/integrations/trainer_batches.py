@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from hdet._find_lr.find_lr import TAKEN
-from hdet._find_lr.loader import MEMORY, check_loader, read, to_device
+from hdet._find_lr.loader import MEMORY, check_loader, read, to_device, wanted
 from hdet._find_lr.workload import Batches
 from hdet._probe.batches import count_samples
 from hdet._tensors.attributes import Attributes
@@ -109,7 +108,7 @@ def _read(trainer: Any) -> list[Any]:
         check_loader(loader)
     except ValueError as error:
         raise ValueError(f"{error}; or leave the search out: HDETCallback(find_lr=False)") from error
-    return read(loader, (TAKEN + 4) * trainer.args.gradient_accumulation_steps, MEMORY, partial(_weight, trainer))
+    return read(loader, wanted(trainer.args.gradient_accumulation_steps), MEMORY, partial(_weight, trainer))
 
 
 def _weight(trainer: Any, batch: Any) -> int:
